@@ -1,0 +1,54 @@
+"""The `prores` command: one subcommand per module of `megatron_prores.commands`."""
+
+import argparse
+import importlib
+import sys
+
+from megatron_prores.errors import UserError, did_you_mean, run_and_exit
+
+# Each module has add_arguments(parser) and run(args). Only the one that is asked for is imported.
+COMMANDS = {
+    "schedule": ("schedule", "print and draw alpha for any schedule, before training"),
+    "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
+    "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
+    "generate": ("generate", "sample text from a checkpoint"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _overview() -> str:
+    lines = [f"  {name:<14}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: prores COMMAND [options]", "", "commands:", *lines, "", "prores COMMAND --help says more"]
+    )
+
+
+def run(argv: list[str]) -> None:
+    """Run one subcommand.
+
+    Raises:
+        UserError: the command line, or what it names, cannot be used.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}")
+    module_name, summary = COMMANDS[name]
+    module = importlib.import_module(f"megatron_prores.commands.{module_name}")
+    parser = _Parser(prog=f"prores {name}", description=summary, allow_abbrev=False)
+    module.add_arguments(parser)
+    module.run(parser.parse_args(rest))
+
+
+def main() -> None:
+    run_and_exit(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One module per subcommand of `prores`: add_arguments(parser) and run(args)."""

@@ -1,0 +1,26 @@
+"""How the package says that what it was given cannot be used."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+
+class UserError(Exception):
+    """Bad input. The message is one line: what is wrong, where, and what to do about it."""
+
+
+def run_and_exit(main: Callable[[], None]) -> None:
+    """Run `main`; a `UserError` becomes one line on stderr and exit code 2, and Ctrl-C exit code 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean X?)"` for the known name nearest to `name`, or an empty string."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
