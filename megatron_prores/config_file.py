@@ -1,0 +1,94 @@
+"""`--config FILE.yaml`: a flat mapping of flag names to values, turned into command-line arguments."""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_prores.errors import UserError, did_you_mean
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is written twice is an error and not the last one's."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key, (key_node, _) in zip(keys, node.value, strict=True):
+        if keys.count(key) > 1:
+            raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: {key} is given twice")
+    return loader.construct_mapping(node)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def config_arguments(paths: Iterable[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The arguments that the files stand for, to be put before those of the command line, which then win.
+
+    Keys are flags without the leading dashes, with `-` or `_` between words. `true` gives a switch, `false` leaves
+    it out (or gives its `--no-` form where there is one), a list gives several values. Of several files later ones
+    win.
+
+    Raises:
+        UserError: the file is missing or not a flat mapping, or a key is not a flag of the parser.
+    """
+    merged: dict[str, tuple[argparse.Action, Any]] = {}
+    for path in paths:
+        seen: dict[str, str] = {}
+        for key, value in _read(path).items():
+            action = _find(parser, str(key), path)
+            if action.dest in seen:
+                raise UserError(f"{path}: {key} and {seen[action.dest]} are the same flag: keep one")
+            seen[action.dest] = str(key)
+            merged[action.dest] = (action, value, f"{path}: {key}", _flag(parser, str(key)))
+    return [argument for entry in merged.values() for argument in _arguments(*entry)]
+
+
+def _read(path: str) -> dict:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        content = yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must be a mapping of flag names to values, not a {type(content).__name__}")
+    return content
+
+
+def _flag(parser: argparse.ArgumentParser, key: str) -> str | None:
+    known = parser._option_string_actions
+    spellings = (f"--{key}", f"--{key.replace('_', '-')}", f"--{key.replace('-', '_')}")
+    return next((flag for flag in spellings if flag in known), None)
+
+
+def _find(parser: argparse.ArgumentParser, key: str, path: str) -> argparse.Action:
+    flag = _flag(parser, key)
+    if flag is None or flag in ("--config", "--help"):
+        names = [option.removeprefix("--") for option in parser._option_string_actions if option.startswith("--")]
+        raise UserError(f"{path}: unknown key {key}{did_you_mean(key.replace('_', '-'), names)}")
+    return parser._option_string_actions[flag]
+
+
+def _arguments(action: argparse.Action, value: Any, where: str, flag: str) -> list[str]:
+    if value is None or isinstance(value, dict):
+        raise UserError(f"{where} must be a value or a list of values, not {'empty' if value is None else 'a mapping'}")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} is a switch: give true or false, not {value}")
+        if value:
+            return [flag]
+        negative = next((option for option in action.option_strings if option.startswith("--no-")), None)
+        return [negative] if isinstance(action, argparse.BooleanOptionalAction) and negative else []
+    if isinstance(value, list):
+        if action.nargs is None:
+            raise UserError(f"{where} takes one value, not a list")
+        return [flag, *map(str, value)]
+    return [flag, str(value)] if action.nargs else [f"{flag}={value}"]

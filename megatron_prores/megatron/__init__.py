@@ -1,0 +1,18 @@
+"""ProRes inside Megatron-Core and Megatron's own trainer.
+
+Importing this package does not import Megatron, so that the host backend can be installed first.
+"""
+
+
+def enable() -> None:
+    """Switch ProRes on in this process: call it once, before Megatron parses its arguments.
+
+    Adds the `--prores-*` flags to Megatron's parser, sets alpha before every training step and evaluation, and
+    compares the schedule with the checkpoint's on resume. Use it with
+    `--spec megatron_prores.megatron.spec prores_layer_spec`.
+    """
+    from megatron_prores.megatron import arguments, driver, guard
+
+    arguments.install()
+    driver.install()
+    guard.install()

@@ -1,0 +1,98 @@
+"""The `--prores-*` flags in Megatron's parser, and the schedule that they ask for."""
+
+import argparse
+
+from megatron_prores.errors import UserError
+from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, SCHEDULES, Schedule
+
+
+def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ProRes group to a parser. Usable as Megatron's `extra_args_provider`."""
+    group = parser.add_argument_group("ProRes", "Progressive Residual Warmup (arXiv 2603.05369)")
+    group.add_argument(
+        "--prores-schedule",
+        default="linear",
+        metavar="NAME",
+        help=f"how alpha(l, t) warms up: {', '.join(SCHEDULES)} (default: linear; none is stock Megatron)",
+    )
+    group.add_argument(
+        "--prores-warmup-steps",
+        type=float,
+        metavar="T",
+        help=f"warm-up of the first layer in iterations (default: {DEFAULT_WARMUP_STEPS}); layer l takes T*l in linear",
+    )
+    group.add_argument(
+        "--prores-total-warmup-steps", type=float, metavar="W", help="instead of T: iterations until every alpha is 1"
+    )
+    group.add_argument(
+        "--prores-warmup-fraction", type=float, metavar="F", help="instead of T: W as a fraction of the run"
+    )
+    group.add_argument(
+        "--prores-strict", action="store_true", help="refuse a warm-up that is longer than the run (default: a note)"
+    )
+    group.add_argument(
+        "--prores-override",
+        action="store_true",
+        help="resume although the checkpoint was trained with another schedule or T",
+    )
+    return parser
+
+
+def schedule_from_args(args: argparse.Namespace) -> Schedule:
+    """The schedule of a run from Megatron's arguments, or of a checkpoint from the arguments saved in it.
+
+    Arguments without ProRes in them (a stock Megatron checkpoint) give the schedule `none`.
+
+    Raises:
+        UserError: the settings contradict each other or are out of range.
+    """
+    train_iters = getattr(args, "train_iters", None)
+    if not train_iters and getattr(args, "train_samples", None) and getattr(args, "global_batch_size", None):
+        train_iters = args.train_samples // args.global_batch_size
+    return Schedule.resolve(
+        getattr(args, "prores_schedule", "none"),
+        args.num_layers,
+        warmup_steps=getattr(args, "prores_warmup_steps", None),
+        total_warmup_steps=getattr(args, "prores_total_warmup_steps", None),
+        warmup_fraction=getattr(args, "prores_warmup_fraction", None),
+        train_iters=train_iters,
+    )
+
+
+def validate_prores_arguments(args: argparse.Namespace) -> None:
+    """Refuse combinations with ProRes that could not work, before anything is built.
+
+    Raises:
+        UserError: names the flag to change.
+    """
+    schedule = schedule_from_args(args)
+    if schedule.name == "none":
+        return
+    unsupported = {
+        "yaml_cfg": "--yaml-cfg (it replaces the arguments; use --config)",
+        "mtp_num_layers": "--mtp-num-layers (its layers keep Megatron's stock residual)",
+        "hybrid_layer_pattern": "--hybrid-layer-pattern (its layers are numbered differently)",
+        "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+        "modelopt_enabled": "ModelOpt",
+        "inference_fuse_tp_communication": "--inference-fuse-tp-communication (it adds the residual inside the linear)",
+    }
+    for name, flag in unsupported.items():
+        if getattr(args, name, None):
+            raise UserError(
+                f"ProRes does not support {flag}: remove it, or switch ProRes off with --prores-schedule none"
+            )
+
+
+def install() -> None:
+    """Make every parser that Megatron builds from now on know the ProRes flags."""
+    from megatron.training import arguments
+
+    if getattr(arguments.add_megatron_arguments, "with_prores", False):
+        return
+    add_megatron_arguments = arguments.add_megatron_arguments
+
+    def with_prores(parser):
+        return add_prores_arguments(add_megatron_arguments(parser))
+
+    with_prores.with_prores = True
+    arguments.add_megatron_arguments = with_prores

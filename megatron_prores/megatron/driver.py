@@ -1,0 +1,149 @@
+"""Sets alpha at Megatron's own clock: before every training step and every evaluation.
+
+The clock t is Megatron's iteration, the number of completed iterations (it also counts iterations that were skipped
+for an overflow). Training iteration k computes with alpha(k-1); an evaluation after iteration N with alpha(N).
+
+megatron-core 0.19 has no per-step hook, so the functions that its trainer calls are replaced by wrappers. They run
+outside CUDA graphs and outside the rerun loop.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, training
+
+from megatron_prores.coefficients import StageCoefficients
+from megatron_prores.errors import UserError
+from megatron_prores.megatron.arguments import schedule_from_args
+from megatron_prores.megatron.layer import ProResTransformerLayer
+from megatron_prores.megatron.screen import say
+from megatron_prores.schedule import Schedule
+
+StageLayers = list[tuple[int, int, list[int]]]
+"""(pipeline rank, virtual chunk, layer numbers) of every stage, in the order of the layers."""
+
+_coefficients: StageCoefficients | None = None
+
+
+def stage_coefficients() -> StageCoefficients | None:
+    """The alphas of this rank's layers; None before the model is built."""
+    return _coefficients
+
+
+def install() -> None:
+    """Wrap the trainer's functions; a second call does nothing."""
+    if getattr(training.train_step, "with_prores", False):
+        return
+    for name, wrap in (
+        ("setup_model_and_optimizer", _bind_after),
+        ("train_step", _set_iteration_before),
+        ("evaluate_and_print_results", _set_evaluation_before),
+    ):
+        original = getattr(training, name)
+        wrapper = functools.wraps(original)(wrap(original))
+        wrapper.with_prores = True
+        setattr(training, name, wrapper)
+
+
+def _bind_after(setup: Callable) -> Callable:
+    def setup_model_and_optimizer(*args, **kwargs):
+        result = setup(*args, **kwargs)
+        bind(result[0])
+        return result
+
+    return setup_model_and_optimizer
+
+
+def _set_iteration_before(step: Callable) -> Callable:
+    def train_step(*args, **kwargs):
+        set_step(get_args().curr_iteration)
+        return step(*args, **kwargs)
+
+    return train_step
+
+
+def _set_evaluation_before(evaluate: Callable) -> Callable:
+    signature = inspect.signature(evaluate)
+
+    def evaluate_and_print_results(*args, **kwargs):
+        set_step(signature.bind(*args, **kwargs).arguments["iteration"])
+        return evaluate(*args, **kwargs)
+
+    return evaluate_and_print_results
+
+
+def set_step(step: int) -> None:
+    """Make the next forward use alpha(l, step)."""
+    if _coefficients is not None:
+        _coefficients.set_step(step)
+
+
+def bind(model: list[torch.nn.Module]) -> StageLayers:
+    """Find this rank's ProRes layers, compare notes with the other stages, and set alpha for the current iteration.
+
+    Args:
+        model: this rank's model chunks, as Megatron's trainer holds them.
+
+    Raises:
+        UserError: (on every rank) the stages' layers together are not exactly 1..L.
+    """
+    global _coefficients
+    args = get_args()
+    schedule = schedule_from_args(args)
+    chunks = [[m for m in chunk.modules() if isinstance(m, ProResTransformerLayer)] for chunk in model]
+    stages = _all_stages([[layer.layer_number for layer in chunk] for chunk in chunks])
+    _check_coverage(stages, schedule)
+    _coefficients = StageCoefficients(schedule, [layer.coefficient for chunk in chunks for layer in chunk])
+    _coefficients.set_step(args.iteration)
+    if torch.distributed.get_rank() == 0:
+        say(stage_table(stages, schedule, args.iteration))
+    return stages
+
+
+def _all_stages(local: list[list[int]]) -> StageLayers:
+    group = mpu.get_pipeline_model_parallel_group()
+    gathered: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, local, group=group)
+    chunks = range(max(len(rank_chunks) for rank_chunks in gathered))
+    return [(rank, chunk, gathered[rank][chunk]) for chunk in chunks for rank in range(len(gathered))]
+
+
+def _check_coverage(stages: StageLayers, schedule: Schedule) -> None:
+    numbers = sorted(number for _, _, layers in stages for number in layers)
+    if not numbers and schedule.name == "none":
+        return
+    if not numbers:
+        raise UserError(
+            f"--prores-schedule {schedule.name} is set but the model has no ProRes layer: "
+            "add --spec megatron_prores.megatron.spec prores_layer_spec, or use --prores-schedule none"
+        )
+    if numbers != list(range(1, schedule.num_layers + 1)):
+        raise UserError(
+            f"the pipeline stages hold the layers {numbers} and not each of 1..{schedule.num_layers} once: "
+            "check --num-layers and the pipeline split flags"
+        )
+
+
+def stage_table(stages: StageLayers, schedule: Schedule, step: int) -> str:
+    """Which layers and alphas every pipeline stage (and virtual chunk) holds at a step, one line each."""
+    if not any(layers for _, _, layers in stages):
+        return "ProRes is off (--prores-schedule none): Megatron's stock layers"
+    alphas = schedule.alpha(step)
+    virtual = len({chunk for _, chunk, _ in stages}) > 1
+    lines = [f"ProRes {schedule}; alpha at iteration {step}:"]
+    for rank, chunk, layers in stages:
+        name = f"  stage {rank}" + (f" chunk {chunk}" if virtual else "")
+        if layers:
+            values = " ".join(f"{alphas[number - 1]:.4g}" for number in layers)
+            lines.append(f"{name}: layers {_span(layers)}, alpha {values}")
+        else:
+            lines.append(f"{name}: no layers")
+    return "\n".join(lines)
+
+
+def _span(layers: list[int]) -> str:
+    consecutive = layers == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if consecutive and len(layers) > 1 else ", ".join(map(str, layers))

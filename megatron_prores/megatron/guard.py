@@ -1,0 +1,82 @@
+"""What must agree between a checkpoint and the run that resumes from it.
+
+alpha is a function of the step and the schedule's settings, so no alpha is stored. The settings are: Megatron saves
+the run's arguments, the ProRes flags among them, in every checkpoint and in the same file as the iteration.
+"""
+
+import argparse
+import functools
+import os
+import re
+from collections.abc import Callable
+
+from megatron.training import checkpointing, get_args, training
+
+from megatron_prores.errors import UserError
+from megatron_prores.megatron.arguments import schedule_from_args
+from megatron_prores.megatron.screen import say
+
+
+def install() -> None:
+    """Compare schedules on resume and explain checkpoints that cannot be read; a second call does nothing."""
+    if getattr(training.load_checkpoint, "with_prores", False):
+        return
+    original_check = checkpointing.check_checkpoint_args
+
+    @functools.wraps(original_check)
+    def check_checkpoint_args(checkpoint_args, *args, **kwargs):
+        original_check(checkpoint_args, *args, **kwargs)
+        check_schedule(checkpoint_args, get_args())
+
+    checkpointing.check_checkpoint_args = check_checkpoint_args
+    wrapper = functools.wraps(training.load_checkpoint)(_explained(training.load_checkpoint))
+    wrapper.with_prores = True
+    training.load_checkpoint = wrapper
+
+
+def check_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Refuse to resume with another schedule, or another T, than the checkpoint was trained with.
+
+    Raises:
+        UserError: names both values; not raised with `--prores-override`.
+    """
+    saved, current = schedule_from_args(checkpoint_args), schedule_from_args(args)
+    if saved == current or saved.name == current.name == "none":
+        return
+    if getattr(args, "prores_override", False):
+        if args.rank == 0:
+            say(f"ProRes: resuming with {current}; the checkpoint was trained with {saved}")
+        return
+    raise UserError(
+        f"the checkpoint was trained with ProRes {saved}, this run asks for {current}: "
+        "use the same flags, or --prores-override to change the schedule from here on"
+    )
+
+
+def _explained(load: Callable) -> Callable:
+    """Megatron's load, with a line that names the checkpoint, the reason and what still loads."""
+
+    def load_checkpoint(*args, **kwargs):
+        try:
+            return load(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            folder = get_args().load
+            iteration = checkpointing.get_loaded_iteration()
+            reason = str(error).strip().splitlines()
+            raise UserError(
+                f"the checkpoint of iteration {iteration} in {folder} cannot be loaded "
+                f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})"
+                + _advice(folder, iteration)
+            ) from error
+
+    return load_checkpoint
+
+
+def _advice(folder: str | None, failed: int) -> str:
+    if not folder or not os.path.isdir(folder):
+        return ""
+    saved = [int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"iter_(\d+)", name))]
+    earlier = sorted(number for number in saved if number < failed)
+    return f"; to continue from an earlier one use --ckpt-step {earlier[-1]}" if earlier else "; no earlier one is there"

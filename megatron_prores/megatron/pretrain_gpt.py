@@ -1,0 +1,81 @@
+"""Pretrain a GPT with ProRes in Megatron's own trainer.
+
+    torchrun --nproc-per-node 2 -m megatron_prores.megatron.pretrain_gpt --config configs/megatron/quickstart.yaml
+
+Takes every Megatron flag, the `--prores-*` flags, `--config FILE.yaml`, `--host` and `--verbose`.
+"""
+
+import sys
+import traceback
+
+from megatron_prores.errors import UserError
+from megatron_prores.megatron import launch, screen
+from megatron_prores.warmup_summary import describe_progress
+
+
+def run(argv: list[str]) -> None:
+    """Train as the command line says.
+
+    Raises:
+        UserError: the command line, the data or a checkpoint cannot be used.
+    """
+    args = launch.parse(argv)
+
+    # Megatron may be imported only now that the device is chosen.
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron_prores.megatron import gpt, progress
+    from megatron_prores.megatron.arguments import schedule_from_args, validate_prores_arguments
+
+    gpt.refuse_unsupported(args)
+    validate_prores_arguments(args)
+    schedule = schedule_from_args(args)
+    _choose_spec(args, schedule.name)
+    _tell_warmup(args, schedule)
+    model = launch.accepted(gpt_config_from_args, args)
+    launch.accepted(model.finalize)
+    config = pretrain_cfg_container_from_args(args, model)
+    progress.install()
+    pretrain(
+        config,
+        gpt.datasets,
+        ModelType.encoder_or_decoder,
+        gpt.forward_step,
+        get_embedding_ranks=gpt.embedding_ranks,
+    )
+
+
+def _choose_spec(args, schedule: str) -> None:
+    if args.spec is not None and args.spec[0] != "megatron_prores.megatron.spec":
+        raise UserError(
+            f"--spec {' '.join(args.spec)} would replace ProRes's layers: remove it, or call "
+            "megatron_prores.megatron.enable() in your own script"
+        )
+    if args.spec is None:
+        args.spec = [
+            "megatron_prores.megatron.spec", "stock_layer_spec" if schedule == "none" else "prores_layer_spec"
+        ]
+
+
+def _tell_warmup(args, schedule) -> None:
+    note = describe_progress(schedule, args.train_iters) if args.train_iters else None
+    if note and args.prores_strict:
+        raise UserError(f"{note} (--prores-strict)")
+    if note and screen.is_first_rank():
+        screen.say(f"note: {note}")
+
+
+def main() -> None:
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        if "--verbose" in sys.argv:
+            traceback.print_exc()
+        screen.complain(error)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
