@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Real
+from numbers import Rational, Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -94,6 +94,17 @@ DEFAULT_WARMUP_STEPS = 1000
 _SHORTEST, _LONGEST = 1e-9, 1e15
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _exact(value: Real) -> Fraction:
+    """The same number as a fraction of Python integers, for NumPy's numbers too (they would overflow, or not fit)."""
+    if isinstance(value, Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
+    return Fraction(float(value))
+
+
 def describe(name: str) -> str:
     """One line that says what the schedule does."""
     return _RULES[name].summary
@@ -122,13 +133,14 @@ class Schedule:
             raise UserError(
                 f"unknown ProRes schedule {name!r}{did_you_mean(name, SCHEDULES)}; choose one of {', '.join(SCHEDULES)}"
             )
-        if isinstance(num_layers, bool) or num_layers != int(num_layers) or num_layers < 1:
-            raise UserError(f"the number of layers must be a whole number >= 1, not {num_layers}")
-        if not _SHORTEST <= warmup_steps <= _LONGEST:
-            raise UserError(f"the ProRes warm-up T must be a positive number of steps, not {warmup_steps}")
+        # NaN and infinity leave a remainder of NaN, which is not 0 either.
+        if not _is_number(num_layers) or num_layers % 1 != 0 or num_layers < 1:
+            raise UserError(f"the number of layers must be a whole number >= 1, not {num_layers!r}")
+        if not _is_number(warmup_steps) or not _SHORTEST <= warmup_steps <= _LONGEST:
+            raise UserError(f"the ProRes warm-up T must be a positive number of steps, not {warmup_steps!r}")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "num_layers", int(num_layers))
-        object.__setattr__(self, "warmup_steps", Fraction(warmup_steps))
+        object.__setattr__(self, "warmup_steps", _exact(warmup_steps))
 
     @classmethod
     def resolve(
@@ -157,16 +169,18 @@ class Schedule:
         if warmup_fraction is not None:
             if not 0 < warmup_fraction <= 1:
                 raise UserError(f"the ProRes warm-up fraction must be above 0 and at most 1, not {warmup_fraction}")
-            if not train_iters:
-                raise UserError("a ProRes warm-up given as a fraction of the run needs the run's length in steps")
+            if train_iters is None or train_iters <= 0:
+                raise UserError(
+                    "a ProRes warm-up given as a fraction of the run needs the run's length, 1 step or more"
+                )
             total_warmup_steps = max(1, round(warmup_fraction * train_iters))
         if total_warmup_steps is not None:
-            if not _SHORTEST <= total_warmup_steps <= _LONGEST:
+            if not _is_number(total_warmup_steps) or not _SHORTEST <= total_warmup_steps <= _LONGEST:
                 raise UserError(
-                    f"the total ProRes warm-up W must be a positive number of steps, not {total_warmup_steps}"
+                    f"the total ProRes warm-up W must be a positive number of steps, not {total_warmup_steps!r}"
                 )
             multiple = _RULES[name].windows(schedule.num_layers) or 1
-            schedule = cls(name, num_layers, Fraction(total_warmup_steps) / multiple)
+            schedule = cls(name, num_layers, _exact(total_warmup_steps) / multiple)
         return schedule
 
     @property
@@ -181,8 +195,9 @@ class Schedule:
             UserError: a step is negative or NaN.
         """
         t = np.asarray(step, dtype=np.float64)[..., None]
-        if not np.all(t >= 0):
-            raise UserError(f"the step must be >= 0, not {step}")
+        bad = t[~(t >= 0)]
+        if bad.size:
+            raise UserError(f"the step must be >= 0, not {bad[0]:g}")
         layers = np.arange(1, self.num_layers + 1, dtype=np.float64)
         values = _RULES[self.name].formula(t, layers, self.num_layers, self.warmup_steps)
         return np.broadcast_to(values, np.broadcast_shapes(t.shape, layers.shape)).copy()
@@ -190,10 +205,11 @@ class Schedule:
     def __str__(self) -> str:
         if self.total_steps == 0:
             return self.name
-        return f"{self.name}, T = {_steps(self.warmup_steps)}, W = {_steps(self.total_steps)} steps"
+        return f"{self.name}, T = {format_steps(self.warmup_steps)}, W = {format_steps(self.total_steps)} steps"
 
 
-def _steps(value: Fraction) -> str:
+def format_steps(value: Fraction) -> str:
+    """A number of steps for people: all digits if it is whole, else six significant ones."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
