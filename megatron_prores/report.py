@@ -1,0 +1,206 @@
+"""Pictures of a schedule before training and of a run after it, as PNG files."""
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatron_prores.errors import UserError
+from megatron_prores.schedule import Schedule
+
+LOSS_TAG = "lm loss"
+VALIDATION_TAG = "lm loss validation"
+_ALPHA_TAG = re.compile(r"prores/alpha/layer_(\d+)")
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values, of the same length."""
+
+Scalars = dict[str, Series]
+"""TensorBoard tag -> its series."""
+
+# Without its yellow end, which is hard to see on white. Shallow layers are dark.
+_COLOURS = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, 256)))
+_ONE_COLOUR = _COLOURS(0.0)
+
+
+def check_png_path(path: str | Path) -> None:
+    """Find out before the work, not after it, that a picture cannot be written.
+
+    Raises:
+        UserError: the name does not end in .png, is a directory's, or its directory is missing or read-only.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise UserError(f"the picture's name must end in .png: {path}")
+    if path.is_dir():
+        raise UserError(f"cannot write the picture {path}: it is a directory")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write the picture {path}: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"cannot write the picture {path}: no permission to write in {path.parent}")
+
+
+def read_scalars(tensorboard_dir: str | Path) -> Scalars:
+    """Every scalar of a run, from all event files that the run and its resumes left in one directory.
+
+    Where a resumed run repeats steps, the point written last counts. Steps that a killed run reached and the resumed
+    one has not repeated yet stay.
+
+    Returns:
+        tag -> (steps, values): int64 and float64 arrays of the same length, steps strictly increasing.
+
+    Raises:
+        UserError: the directory is missing or holds no event files.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    directory = Path(tensorboard_dir)
+    if not directory.is_dir():
+        raise UserError(f"there is no directory {directory}")
+    if not any("tfevents" in entry.name for entry in directory.iterdir() if entry.is_file()):
+        raise UserError(f"there are no TensorBoard event files in {directory}")
+    # Size 0 keeps every point; TensorBoard would keep a sample.
+    events = EventAccumulator(str(directory), size_guidance={SCALARS: 0}).Reload()
+    scalars = {}
+    for tag in events.Tags()[SCALARS]:
+        last = {event.step: event.value for event in sorted(events.Scalars(tag), key=lambda event: event.wall_time)}
+        steps = sorted(last)
+        scalars[tag] = (np.array(steps, dtype=np.int64), np.array([last[step] for step in steps], dtype=np.float64))
+    return scalars
+
+
+def draw_schedule(schedule: Schedule, train_iters: int | None, path: str | Path) -> None:
+    """alpha of every layer over the optimizer steps, with marks at W and at the end of the run.
+
+    Args:
+        train_iters: the run's length in steps, if it is known.
+        path: the PNG file; replaced as a whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    check_png_path(path)
+    total = float(schedule.total_steps)
+    end = _last_step_shown(total, train_iters)
+    # Besides an even grid, each layer's corners, or short ramps would look cut off.
+    corners = np.arange(schedule.num_layers + 1) * float(schedule.warmup_steps)
+    steps = np.unique(np.concatenate([np.linspace(0.0, end, 801), corners[corners <= end]]))
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    values = schedule.alpha(steps)
+    _alpha_lines(axes, {layer: (steps, values[:, layer - 1]) for layer in range(1, schedule.num_layers + 1)})
+    if total > 0:
+        axes.axvline(total, color="0.5", linestyle=":", linewidth=1.2, label="W: the warm-up ends")
+    if train_iters is not None and train_iters <= end:
+        axes.axvline(train_iters, color="tab:red", linestyle="--", linewidth=1.2, label="the run ends")
+    if axes.get_legend_handles_labels()[0]:
+        # Above the axes, so that it never hides a line.
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize="small")
+    layers = "1 layer" if schedule.num_layers == 1 else f"{schedule.num_layers} layers"
+    axes.set_title(f"ProRes {schedule}, {layers}", pad=26)
+    axes.set_xlim(0.0, end)
+    _step_axis(axes)
+    _save(figure, path)
+
+
+def draw_run(scalars: Scalars, path: str | Path) -> None:
+    """The losses of a run and, below them on the same step axis, alpha of every layer if it was logged.
+
+    Args:
+        scalars: from `read_scalars`.
+        path: the PNG file; replaced as a whole or not at all.
+
+    Raises:
+        UserError: the run logged no training loss, or the file cannot be written.
+    """
+    check_png_path(path)
+    if LOSS_TAG not in scalars:
+        found = ", ".join(sorted(scalars)[:5]) or "nothing"
+        raise UserError(f"the event files hold no scalar named {LOSS_TAG!r}, only: {found}")
+    matches = ((_ALPHA_TAG.fullmatch(tag), series) for tag, series in scalars.items())
+    alphas = {int(match[1]): series for match, series in matches if match}
+
+    figure = Figure(figsize=(9, 7 if alphas else 4.5), layout="constrained")
+    panels = figure.subplots(2 if alphas else 1, 1, sharex=True, squeeze=False)[:, 0]
+    _losses(panels[0], scalars)
+    if alphas:
+        _alpha_lines(panels[1], alphas)
+    _step_axis(panels[-1])
+    _save(figure, path)
+
+
+def _losses(axes: Axes, scalars: Scalars) -> None:
+    axes.plot(*scalars[LOSS_TAG], color="tab:blue", linewidth=1.0, marker=_marker(scalars[LOSS_TAG]), label="training")
+    if VALIDATION_TAG in scalars:
+        axes.plot(*scalars[VALIDATION_TAG], color="tab:orange", marker="o", markersize=4, label="validation")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _last_step_shown(total: float, train_iters: int | None) -> float:
+    """Enough to see the whole warm-up and that it ends, but not a run so long that the warm-up becomes a sliver."""
+    if total == 0:
+        return float(train_iters or 1000)
+    end = 1.1 * total
+    if train_iters is not None:
+        end = max(end, min(1.02 * train_iters, 3 * total))
+    return end
+
+
+def _marker(series: Series) -> str | None:
+    """A line needs two points; what was logged once becomes a dot."""
+    return "o" if len(series[0]) == 1 else None
+
+
+def _alpha_lines(axes: Axes, series: dict[int, Series]) -> None:
+    """One line per layer, the deep ones on top; the key is the layer's number."""
+    layers = sorted(series)
+    first = series[layers[0]]
+    together = all(all(map(np.array_equal, first, series[layer])) for layer in layers)
+    if together:
+        # Lines on top of each other would show the deepest layer's colour only.
+        axes.plot(*first, color=_ONE_COLOUR, linewidth=2.0, marker=_marker(first))
+        text = f"layer {layers[0]}" if len(layers) == 1 else f"all {len(layers)} layers"
+        axes.set_ylabel(f"alpha of {text} (no unit)")
+    else:
+        norm = Normalize(layers[0], layers[-1])
+        width = float(np.clip(30.0 / len(layers), 0.8, 2.0))
+        for layer in layers:
+            colour = _COLOURS(norm(layer))
+            axes.plot(*series[layer], color=colour, linewidth=width, marker=_marker(series[layer]))
+        bar = axes.figure.colorbar(ScalarMappable(norm, _COLOURS), ax=axes, label="layer (1 = next to the embedding)")
+        bar.set_ticks(np.unique(np.linspace(layers[0], layers[-1], min(len(layers), 6)).round().astype(int)))
+        axes.set_ylabel("alpha (no unit)")
+    axes.set_ylim(-0.03, 1.05)
+    axes.grid(alpha=0.3)
+
+
+def _step_axis(axes: Axes) -> None:
+    axes.set_xlabel("optimizer steps")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    # Plain numbers up to where they would run into each other.
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}" if step < 1e8 else f"{step:.3g}"))
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    path = Path(path)
+    # In the same directory, so that the replacement is one rename. A Figure made without pyplot draws PNGs with Agg,
+    # whatever the display and MPLBACKEND are.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        figure.savefig(temporary, format="png", dpi=150)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write the picture {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
