@@ -67,8 +67,7 @@ def _explained(load: Callable) -> Callable:
             reason = str(error).strip().splitlines()
             raise UserError(
                 f"the checkpoint of iteration {iteration} in {folder} cannot be loaded "
-                f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})"
-                + _advice(folder, iteration)
+                f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})" + _advice(folder, iteration)
             ) from error
 
     return load_checkpoint
@@ -79,4 +78,6 @@ def _advice(folder: str | None, failed: int) -> str:
         return ""
     saved = [int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"iter_(\d+)", name))]
     earlier = sorted(number for number in saved if number < failed)
-    return f"; to continue from an earlier one use --ckpt-step {earlier[-1]}" if earlier else "; no earlier one is there"
+    return (
+        f"; to continue from an earlier one use --ckpt-step {earlier[-1]}" if earlier else "; no earlier one is there"
+    )

@@ -49,6 +49,7 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's check for tensor parallelism
     _replace_tensor_placement()
     _replace_cuda_runtime()
+    _replace_data_loading()
     _replace_distributed()
     _replace_megatron()
 
@@ -161,6 +162,21 @@ def _replace_cuda_runtime() -> None:
     }
     for name, stand_in in stand_ins.items():
         _replace(torch.cuda, name, stand_in)
+
+
+def _replace_data_loading() -> None:
+    start = torch.utils.data.DataLoader.__iter__
+
+    def start_without_drawing(loader):
+        # A new iterator draws a seed from the host generator. Dropout draws from it too, here, and must not notice:
+        # a resumed run starts its iterators at another moment than the run that it continues.
+        state = torch.get_rng_state()
+        try:
+            return start(loader)
+        finally:
+            torch.set_rng_state(state)
+
+    _replace(torch.utils.data.DataLoader, "__iter__", start_without_drawing)
 
 
 def _without(function: Callable, *names: str) -> Callable:

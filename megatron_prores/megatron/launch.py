@@ -74,9 +74,12 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
             screen.say("no GPU is visible: running on the host with gloo (--host asks for this by name)")
         host.install()
     enable()
-    _use_compiled_helpers()
 
     from megatron.training import arguments
+
+    from megatron_prores.megatron import engine_fixes
+
+    engine_fixes.install()
 
     def all_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = extra(parser) if extra else parser
@@ -112,12 +115,3 @@ def _with_suggestion(parser: argparse.ArgumentParser, message: str) -> str:
     return f"unknown flag {unknown or message.removeprefix(prefix)}" + did_you_mean(
         unknown.split("=")[0], [option for option in parser._option_string_actions if option.startswith("--")]
     )
-
-
-def _use_compiled_helpers() -> None:
-    """Megatron compiles its dataset helpers with make at every start, which fails in a wheel, which ships them."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        return
-    from megatron.core.datasets import utils
-
-    utils.compile_helpers = lambda: None

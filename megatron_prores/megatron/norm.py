@@ -30,7 +30,9 @@ def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *
         UserError: zero-centred gains, or a norm that torch does not have.
     """
     if config.layernorm_zero_centered_gamma:
-        raise UserError("--apply-layernorm-1p needs Transformer Engine: install it and use --transformer-impl transformer_engine")
+        raise UserError(
+            "--apply-layernorm-1p needs Transformer Engine: install it and use --transformer-impl transformer_engine"
+        )
     if config.normalization not in _TORCH_NORMS:
         raise UserError(f"--normalization {config.normalization} is not supported: use RMSNorm or LayerNorm")
     if config.normalization == "LayerNorm" and torch.cuda.is_available() and has_apex():

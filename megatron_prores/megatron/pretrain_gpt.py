@@ -54,9 +54,7 @@ def _choose_spec(args, schedule: str) -> None:
             "megatron_prores.megatron.enable() in your own script"
         )
     if args.spec is None:
-        args.spec = [
-            "megatron_prores.megatron.spec", "stock_layer_spec" if schedule == "none" else "prores_layer_spec"
-        ]
+        args.spec = ["megatron_prores.megatron.spec", "stock_layer_spec" if schedule == "none" else "prores_layer_spec"]
 
 
 def _tell_warmup(args, schedule) -> None:

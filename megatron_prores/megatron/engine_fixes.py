@@ -1,0 +1,61 @@
+"""Ways round faults of megatron-core 0.19 that a run without Apex or Transformer Engine would hit."""
+
+import functools
+import importlib.util
+
+import torch
+
+
+def install() -> None:
+    """Apply them; a second call does nothing."""
+    _use_compiled_dataset_helpers()
+    _let_distributed_optimizer_load()
+
+
+def _use_compiled_dataset_helpers() -> None:
+    """Megatron runs make for its dataset helpers at every start, and exits in a wheel install, which ships them."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        return
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = lambda: None
+
+
+def _let_distributed_optimizer_load() -> None:
+    """Loading a checkpoint into the distributed optimizer goes wrong with torch's AdamW, in four ways.
+
+    Its `state_dict()` wants a step, which no fresh optimizer has: fill the state first, with Megatron's own dummy
+    values, every one of which loading replaces. In fp32 the main parameters are the model's and are copied into
+    while autograd watches: load without it. The step is saved with the parameter groups, but then overwritten by
+    the parameters' states, which have none or the dummy one: leave it alone. And all parameters get one step tensor
+    to share, which each of them then advances: give every parameter its own.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or hasattr(optimizer_class.sharded_state_dict, "__wrapped__"):
+        return
+    sharded_state_dict = optimizer_class.sharded_state_dict
+    load_state_dict = optimizer_class.load_state_dict
+    set_states = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(sharded_state_dict)
+    def with_a_state(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded_state_dict(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+
+    @functools.wraps(set_states)
+    def without_step(self, model_param, tensors):
+        set_states(self, model_param, {**tensors, "step": None})
+
+    @functools.wraps(load_state_dict)
+    @torch.no_grad()
+    def with_own_steps(self, state_dict):
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    optimizer_class.sharded_state_dict = with_a_state
+    optimizer_class._set_main_param_and_optimizer_states = without_step
+    optimizer_class.load_state_dict = with_own_steps
