@@ -17,12 +17,10 @@ def data(tmp_path_factory) -> dict:
     """Config entries for part of the standard library's source, tokenized."""
     prefix = tmp_path_factory.mktemp("data") / "corpus"
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))[:40]
+    program = [sys.executable, "-m", "megatron_prores.cli", "prepare-data"]
+    options = ["--output", str(prefix), "--train-tokenizer", "500", "--workers", "2"]
     subprocess.run(
-        [sys.executable, "-m", "megatron_prores.cli", "prepare-data", "--input", *map(str, sources)]
-        + ["--output", str(prefix), "--train-tokenizer", "500", "--workers", "2"],
-        check=True,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
+        [*program, "--input", *map(str, sources), *options], check=True, env=environment(), stdout=subprocess.DEVNULL
     )
     return {
         "tokenizer-type": "HuggingFaceTokenizer",

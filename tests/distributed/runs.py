@@ -13,7 +13,11 @@ import yaml
 
 from megatron_prores.report import read_scalars
 
-PRETRAIN = ["-m", "megatron_prores.megatron.pretrain_gpt"]
+# What our entry point adds by itself on a machine without GPU, Apex and Transformer Engine.
+HOST_FLAGS = [
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--no-rope-fusion"),
+    *("--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
+]
 
 # A GPT that takes a fraction of a second a step. Six layers: 2 and 3 divide it, 4 does not.
 TINY = {
@@ -69,15 +73,32 @@ class Run:
         return [(m[1], m[2] or "", m[3] or "") for m in re.finditer(pattern, self.output, re.MULTILINE)]
 
 
-def command(folder: Path, *flags: str, processes: int = 1, config: dict | None = None, program=PRETRAIN) -> list[str]:
-    """The command line of a run that logs to `folder`; one process needs no launcher."""
+def command(folder: Path, *flags: str, processes: int = 1, config: dict | None = None, script=None) -> list[str]:
+    """The command line of a run that logs to `folder`; one process needs no launcher.
+
+    Args:
+        script: a training script that knows no `--config`, in place of our entry point.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config_file = folder / "config.yaml"
-    config_file.write_text(yaml.safe_dump({**TINY, **(config or {})}))
+    config = {name: value for name, value in {**TINY, **(config or {})}.items() if value is not None}
     python = [sys.executable]
     if processes > 1:
         python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*python, *program, "--config", str(config_file), "--tensorboard-dir", str(folder / "logs"), *flags]
+    if script is None:
+        config_file = folder / "config.yaml"
+        config_file.write_text(yaml.safe_dump(config))
+        program = ["-m", "megatron_prores.megatron.pretrain_gpt", "--config", str(config_file)]
+    else:
+        program = [str(script), *HOST_FLAGS, *_as_flags(config)]
+    return [*python, *program, "--tensorboard-dir", str(folder / "logs"), *flags]
+
+
+def _as_flags(config: dict) -> list[str]:
+    flags = []
+    for name, value in config.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        flags += [f"--{name}", *map(str, values)]
+    return flags
 
 
 def environment(**extra: str) -> dict[str, str]:
