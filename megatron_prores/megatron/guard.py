@@ -9,6 +9,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 from megatron.training import checkpointing, get_args, training
 
@@ -18,7 +19,9 @@ from megatron_prores.megatron.screen import say
 
 
 def install() -> None:
-    """Compare schedules on resume and explain checkpoints that cannot be read; a second call does nothing."""
+    """Compare schedules on resume, let `--use-checkpoint-args` restore the schedule too, and explain checkpoints that
+    cannot be read; a second call does nothing.
+    """
     if getattr(training.load_checkpoint, "with_prores", False):
         return
     original_check = checkpointing.check_checkpoint_args
@@ -29,6 +32,16 @@ def install() -> None:
         check_schedule(checkpoint_args, get_args())
 
     checkpointing.check_checkpoint_args = check_checkpoint_args
+    original_load_args = checkpointing.load_args_from_checkpoint
+
+    @functools.wraps(original_load_args)
+    def load_args_from_checkpoint(args, *rest, **kwargs):
+        result = original_load_args(args, *rest, **kwargs)
+        if isinstance(result, tuple):  # without a checkpoint it is the arguments alone
+            restore_schedule(result[1], args)
+        return result
+
+    checkpointing.load_args_from_checkpoint = load_args_from_checkpoint
     wrapper = functools.wraps(training.load_checkpoint)(_explained(training.load_checkpoint))
     wrapper.with_prores = True
     training.load_checkpoint = wrapper
@@ -51,6 +64,36 @@ def check_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace
         f"the checkpoint was trained with ProRes {saved}, this run asks for {current}: "
         "use the same flags, or --prores-override to change the schedule from here on"
     )
+
+
+def restore_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Give a run with `--use-checkpoint-args` the schedule of the checkpoint (`none`, if that is stock Megatron's).
+
+    By Megatron's rule for its own flags: what has a default, like the schedule's name, is always the checkpoint's, and
+    what has none, the length of the warm-up, is the checkpoint's unless a flag gives it. `check_schedule` then
+    refuses another length. With `--prores-override` the command line's schedule stays as it is.
+    """
+    if getattr(args, "prores_override", False):
+        return
+    settings = saved_settings(checkpoint_args)
+    args.prores_schedule = settings.pop("prores_schedule")
+    if all(getattr(args, name, None) is None for name in settings):
+        vars(args).update(settings)
+
+
+def saved_settings(checkpoint_args: argparse.Namespace) -> dict[str, Any]:
+    """The `--prores-*` settings that give the checkpoint's schedule in a run of any length."""
+    settings = {
+        "prores_schedule": getattr(checkpoint_args, "prores_schedule", "none"),
+        "prores_warmup_steps": getattr(checkpoint_args, "prores_warmup_steps", None),
+        "prores_total_warmup_steps": getattr(checkpoint_args, "prores_total_warmup_steps", None),
+        "prores_warmup_fraction": getattr(checkpoint_args, "prores_warmup_fraction", None),
+    }
+    if settings["prores_warmup_fraction"] is not None:
+        schedule = schedule_from_args(checkpoint_args)  # a fraction of that run; this one may be longer
+        total = schedule.total_steps or schedule.warmup_steps
+        settings |= {"prores_warmup_fraction": None, "prores_total_warmup_steps": float(total)}
+    return settings
 
 
 def _explained(load: Callable) -> Callable:
