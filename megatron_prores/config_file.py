@@ -1,7 +1,9 @@
 """`--config FILE.yaml`: a flat mapping of flag names to values, turned into command-line arguments."""
 
 import argparse
+import math
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
     keys = [loader.construct_object(key) for key, _ in node.value]
-    for key, (key_node, _) in zip(keys, node.value, strict=True):
-        if keys.count(key) > 1:
+    for index, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
+        if key in keys[:index]:
             raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: {key} is given twice")
     return loader.construct_mapping(node)
 
@@ -78,17 +80,30 @@ def _find(parser: argparse.ArgumentParser, key: str, path: str) -> argparse.Acti
 
 
 def _arguments(action: argparse.Action, value: Any, where: str, flag: str) -> list[str]:
-    if value is None or isinstance(value, dict):
-        raise UserError(f"{where} must be a value or a list of values, not {'empty' if value is None else 'a mapping'}")
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if item is None or isinstance(item, list | dict):
+            kind = "empty" if item is None else "a list in a list" if isinstance(item, list) else "a mapping"
+            raise UserError(f"{where} must be a value or a list of values, not {kind}")
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise UserError(f"{where} is a switch: give true or false, not {value}")
         if value:
             return [flag]
-        negative = next((option for option in action.option_strings if option.startswith("--no-")), None)
-        return [negative] if isinstance(action, argparse.BooleanOptionalAction) and negative else []
-    if isinstance(value, list):
-        if action.nargs is None:
-            raise UserError(f"{where} takes one value, not a list")
-        return [flag, *map(str, value)]
-    return [flag, str(value)] if action.nargs else [f"{flag}={value}"]
+        if not isinstance(action, argparse.BooleanOptionalAction):
+            return []
+        is_negative = flag.startswith("--no-")
+        return [next(option for option in action.option_strings if option.startswith("--no-") != is_negative)]
+    if any(isinstance(item, bool) for item in values):  # YAML also reads yes, no, on and off so
+        raise UserError(f"{where} takes a value, not true or false: put the word in quotes if you mean it")
+    if not isinstance(value, list):
+        return [f"{flag}={value}"]
+    if action.nargs is None:
+        raise UserError(f"{where} takes one value, not a list")
+    return [flag, *map(_word, value)]
+
+
+def _word(value: Any) -> str:
+    """A value after a flag; argparse takes -1e-05 for a flag, and -0.00001 not."""
+    is_negative = isinstance(value, float) and value < 0 and math.isfinite(value)
+    return f"{Decimal(repr(value)):f}" if is_negative else str(value)
