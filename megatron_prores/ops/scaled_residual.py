@@ -38,8 +38,9 @@ def scaled_residual(
         x = x + bias.to(residual.dtype)
     if training and prob > 0.0:
         x = F.dropout(x, p=prob)
-    stream = residual if residual_scale == 1.0 else residual * residual_scale
-    if residual.dtype in (torch.float32, torch.float64):
-        return torch.addcmul(stream, x, alpha.to(residual.dtype))
     # A half-precision product would round alpha itself (1/3 to 0.333984) before it is used.
-    return torch.addcmul(stream.float(), x.float(), alpha).to(residual.dtype)
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    stream = residual.to(wide)
+    if residual_scale != 1.0:
+        stream = stream * residual_scale
+    return torch.addcmul(stream, x.to(wide), alpha.to(wide)).to(residual.dtype)
