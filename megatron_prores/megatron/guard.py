@@ -15,6 +15,7 @@ from megatron.training import checkpointing, get_args, training
 
 from megatron_prores.errors import UserError
 from megatron_prores.megatron.arguments import schedule_from_args
+from megatron_prores.megatron.damage import DAMAGE, reason
 from megatron_prores.megatron.screen import say
 
 
@@ -104,13 +105,12 @@ def _explained(load: Callable) -> Callable:
             return load(*args, **kwargs)
         except UserError:
             raise
-        except Exception as error:
+        except DAMAGE as error:
             folder = get_args().load
             iteration = checkpointing.get_loaded_iteration()
-            reason = str(error).strip().splitlines()
             raise UserError(
-                f"the checkpoint of iteration {iteration} in {folder} cannot be loaded "
-                f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})" + _advice(folder, iteration)
+                f"the checkpoint of iteration {iteration} in {folder} cannot be loaded ({reason(error)})"
+                + _advice(folder, iteration)
             ) from error
 
     return load_checkpoint

@@ -24,10 +24,12 @@ import torch
 # Megatron flags whose defaults need CUDA or a CUDA-only package.
 FLAGS = ["--distributed-backend", "gloo", "--no-rope-fusion", "--no-masked-softmax-fusion"]
 
+# fmt: off
 _FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand rand_like randint randn "
-    "randn_like randperm tensor zeros zeros_like"
-).split()
+    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand",
+    "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
+)
+# fmt: on
 
 _HOST = torch.device("cpu")
 _undo: list[tuple[Any, str, Any]] = []

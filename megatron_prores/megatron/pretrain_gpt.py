@@ -48,13 +48,16 @@ def run(argv: list[str]) -> None:
 
 
 def _choose_spec(args, schedule: str) -> None:
+    """Whatever spec a checkpoint's arguments brought along, the schedule decides between ours."""
     if args.spec is not None and args.spec[0] != "megatron_prores.megatron.spec":
         raise UserError(
             f"--spec {' '.join(args.spec)} would replace ProRes's layers: remove it, or call "
             "megatron_prores.megatron.enable() in your own script"
         )
-    if args.spec is None:
-        args.spec = ["megatron_prores.megatron.spec", "stock_layer_spec" if schedule == "none" else "prores_layer_spec"]
+    if args.spec is None or args.spec[1] in ("stock_layer_spec", "prores_layer_spec"):
+        args.spec = ["megatron_prores.megatron.spec", "prores_layer_spec"]
+        if schedule == "none" and "--spec" not in sys.argv:
+            args.spec[1] = "stock_layer_spec"
 
 
 def _tell_warmup(args, schedule) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from megatron_prores import cli
 from megatron_prores.errors import UserError
-from megatron_prores.megatron.generate import Sampling, decode, encode, find_iteration, next_tokens
+from megatron_prores.megatron.sampling import Sampling, decode, encode, next_tokens
+from megatron_prores.megatron.saved_model import find_iteration
 
 TRAINING = {
     "num-layers": 4,
@@ -54,7 +55,7 @@ PROBE = r"""
 import argparse, json, sys
 import torch
 from megatron_prores.commands import generate as command
-from megatron_prores.megatron import driver, generate
+from megatron_prores.megatron import driver, sampling, saved_model
 from megatron_prores.errors import UserError
 
 parser = argparse.ArgumentParser()
@@ -62,8 +63,8 @@ command.add_arguments(parser)
 options = parser.parse_args(["--checkpoint", "checkpoints", "--host"])
 found = {}
 
-args = generate.parse(options, 5)
-model = generate.load_model(args)
+args = saved_model.parse_saved(options, 5)
+model = saved_model.load_model(args)
 found["args"] = [args.iteration, args.padded_vocab_size, args.layernorm_epsilon, args.prores_schedule]
 found["alpha"] = [float(c.value) for c in driver.stage_coefficients().coefficients]
 
@@ -92,14 +93,14 @@ driver.set_step(5)
 ids = [int(token) for token in validation[0]["tokens"]][:9]
 with torch.inference_mode():
     whole = model(torch.tensor([ids]), torch.arange(9)[None], None)[0]
-    found["causal"] = float((whole[5] - generate.last_logits(model, ids[:6])).abs().max())
+    found["causal"] = float((whole[5] - sampling.last_logits(model, ids[:6])).abs().max())
 
 # Text, as the command makes it.
 from megatron.training.global_vars import get_tokenizer
-def complete(prompt, count, seed, **sampling):
-    return generate.complete(
+def complete(prompt, count, seed, **choice):
+    return sampling.complete(
         model, get_tokenizer(), prompt, max_new_tokens=count, context=32,
-        sampling=generate.Sampling(**sampling), generator=torch.Generator().manual_seed(seed),
+        sampling=sampling.Sampling(**choice), generator=torch.Generator().manual_seed(seed),
     )
 found["sampled"] = [complete("def f", 12, seed)[0] for seed in (1234, 1235)]
 found["greedy"] = [complete("\n", 20, seed, greedy=True) for seed in (1, 2)]
@@ -119,14 +120,14 @@ from megatron_prores.megatron import guard
 found["stock"] = guard.saved_settings(argparse.Namespace(num_layers=4))
 
 # Checkpoints that cannot be used.
-saved = generate._read_arguments("checkpoints/iter_0000005")
+saved = saved_model._read_arguments("checkpoints/iter_0000005")
 known = arguments.add_megatron_arguments(argparse.ArgumentParser())
 found["errors"] = {}
 def refused(name, folder="x", override=None, **changes):
     if changes:
-        generate._read_arguments = lambda folder: argparse.Namespace(**{**vars(saved), **changes})
+        saved_model._read_arguments = lambda folder: argparse.Namespace(**{**vars(saved), **changes})
     try:
-        generate.saved_defaults(folder, known, override)
+        saved_model.saved_defaults(folder, known, override)
     except UserError as error:
         found["errors"][name] = str(error)
 
