@@ -25,6 +25,7 @@ class LayerCoefficient:
     def __init__(self, layer_number: int, device: torch.device | str | int):
         self.layer_number = layer_number
         self.value = torch.zeros((), dtype=torch.float32, device=device)
+        self._is_set = False  # what the forward looks at: a compiled one would be guarded by the number below
         self._filled: float | None = None
 
     def fill(self, alpha: float) -> None:
@@ -32,6 +33,7 @@ class LayerCoefficient:
         if alpha != self._filled:
             self.value.fill_(alpha)
             self._filled = alpha
+            self._is_set = True
 
     def read(self) -> torch.Tensor:
         """The tensor, for the forward pass.
@@ -39,7 +41,7 @@ class LayerCoefficient:
         Raises:
             UserError: no step was set yet, so that nothing drives the schedule.
         """
-        if self._filled is None:
+        if not self._is_set:
             raise UserError(
                 f"ProRes layer {self.layer_number} runs but nothing sets its alpha: call "
                 "megatron_prores.megatron.enable() before Megatron parses its arguments"

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def config_arguments(paths: Iterable[str], parser: argparse.ArgumentParser) -> list[str]:
+def config_arguments(
+    paths: Iterable[str], parser: argparse.ArgumentParser, command_line: Sequence[str] = ()
+) -> list[str]:
     """The arguments that the files stand for, to be put before those of the command line, which then win.
 
     Keys are flags without the leading dashes, with `-` or `_` between words. `true` gives a switch, `false` leaves
     it out (or gives its `--no-` form where there is one), a list gives several values. Of several files later ones
-    win.
+    win. Of flags that exclude each other, one in a later file or on the command line replaces the others.
 
     Raises:
         UserError: the file is missing or not a flat mapping, or a key is not a flag of the parser.
@@ -45,8 +47,20 @@ def config_arguments(paths: Iterable[str], parser: argparse.ArgumentParser) -> l
             if action.dest in seen:
                 raise UserError(f"{path}: {key} and {seen[action.dest]} are the same flag: keep one")
             seen[action.dest] = str(key)
+            for other in _excluded(parser, action) - seen.keys():
+                merged.pop(other, None)
             merged[action.dest] = (action, value, f"{path}: {key}", _flag(parser, str(key)))
+    for word in command_line:
+        action = parser._option_string_actions.get(word.split("=")[0])
+        for other in _excluded(parser, action) if action else ():
+            merged.pop(other, None)
     return [argument for entry in merged.values() for argument in _arguments(*entry)]
+
+
+def _excluded(parser: argparse.ArgumentParser, action: argparse.Action) -> set[str]:
+    """The flags that cannot be given together with this one."""
+    groups = [group._group_actions for group in parser._mutually_exclusive_groups if action in group._group_actions]
+    return {other.dest for group in groups for other in group if other is not action}
 
 
 def _read(path: str) -> dict:

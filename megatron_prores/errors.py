@@ -22,5 +22,5 @@ def run_and_exit(main: Callable[[], None]) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" (did you mean X?)"` for the known name nearest to `name`, or an empty string."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {nearest[0]}?)" if nearest else ""

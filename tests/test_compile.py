@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from megatron_prores import Schedule
 from megatron_prores.coefficients import LayerCoefficient, StageCoefficients
+from megatron_prores.megatron.layer import scaled_bias_dropout_add
 from megatron_prores.ops import scaled_residual
 
 STEPS = 20
@@ -65,6 +66,19 @@ def test_twenty_alphas_are_one_graph():
     eager, _ = train(scaled_residual)
     for compiled, reference in zip(results, eager, strict=True):
         assert all(map(torch.equal, compiled, reference))
+
+
+def test_a_whole_compiled_layer_is_one_graph():
+    coefficient = LayerCoefficient(1, "cpu")
+    stage = StageCoefficients(Schedule("linear", num_layers=1, warmup_steps=STEPS), [coefficient])
+    add = scaled_bias_dropout_add(coefficient)(training=True, fused=False)
+    branch = torch.nn.Linear(3, 3)
+    layer = torch.compile(lambda x: add((branch(x), None), x, 0.0), backend="eager", fullgraph=True)
+    x = torch.randn(2, 3)
+    for step in range(STEPS):
+        stage.set_step(step)
+        torch.testing.assert_close(layer(x), x + step / STEPS * branch(x))
+    assert_one_graph()
 
 
 @needs_compiler

@@ -15,16 +15,17 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         metavar="NAME",
         help=f"how alpha(l, t) warms up: {', '.join(SCHEDULES)} (default: linear; none is stock Megatron)",
     )
-    group.add_argument(
+    length = group.add_mutually_exclusive_group()
+    length.add_argument(
         "--prores-warmup-steps",
         type=float,
         metavar="T",
         help=f"warm-up of the first layer in iterations (default: {DEFAULT_WARMUP_STEPS}); layer l takes T*l in linear",
     )
-    group.add_argument(
+    length.add_argument(
         "--prores-total-warmup-steps", type=float, metavar="W", help="instead of T: iterations until every alpha is 1"
     )
-    group.add_argument(
+    length.add_argument(
         "--prores-warmup-fraction", type=float, metavar="F", help="instead of T: W as a fraction of the run"
     )
     group.add_argument(

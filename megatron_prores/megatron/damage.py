@@ -1,4 +1,4 @@
-"""Why a checkpoint could not be read, in a few words."""
+"""Why a checkpoint or a dataset could not be read, in a few words."""
 
 from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,6 +1,7 @@
 """What Megatron's `pretrain()` asks of a GPT: batches, the loss, datasets. Its wheel does not ship these."""
 
 import argparse
+import os
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from megatron_prores.errors import UserError
+from megatron_prores.megatron.damage import reason
 
 _BATCH = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
@@ -44,6 +46,52 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
                 f"{flag} is not supported by this entry point: remove it, or call megatron_prores.megatron.enable() "
                 "in Megatron's own pretrain_gpt.py"
             )
+
+
+def check_layout(args: argparse.Namespace) -> None:
+    """Refuse sizes that do not divide and that Megatron notices only in the first iteration.
+
+    Raises:
+        UserError: says what has to divide what.
+    """
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if args.sequence_parallel and args.seq_length % tensor:
+        raise UserError(
+            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {tensor}, "
+            "which --sequence-parallel needs"
+        )
+    if args.position_embedding_type == "rope" and args.kv_channels % 2:
+        raise UserError(
+            f"rotary embeddings need an even head size, and --hidden-size {args.hidden_size} over "
+            f"--num-attention-heads {args.num_attention_heads} gives {args.kv_channels}"
+        )
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if args.virtual_pipeline_model_parallel_size and microbatches % pipeline:
+        raise UserError(
+            f"virtual pipeline stages need a number of microbatches that --pipeline-model-parallel-size {pipeline} "
+            f"divides, and --global-batch-size {args.global_batch_size} gives {microbatches}"
+        )
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Refuse a run without data, or with data files that are not there.
+
+    Raises:
+        UserError: names the flag or the missing file.
+    """
+    if args.mock_data:
+        return
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [blend] if blend else [split for split in blend_per_split or () if split]
+    if not blends:
+        raise UserError("there is no data to train on: give --data-path PREFIX, as prores prepare-data prints it")
+    for prefix in (prefix for prefixes, _ in blends for prefix in prefixes):
+        for suffix in (".idx", ".bin"):
+            if not os.path.exists(prefix + suffix):
+                raise UserError(
+                    f"the dataset {prefix} is not there ({prefix}{suffix} is missing): "
+                    "make it with prores prepare-data, and give its prefix without .bin or .idx"
+                )
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
@@ -158,7 +206,11 @@ def datasets(train_valid_test_num_samples, vp_stage: int | None = None):
         return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, train_valid_test_num_samples, is_built_on_rank, config).build()
+    builder = BlendedMegatronDatasetBuilder(dataset, train_valid_test_num_samples, is_built_on_rank, config)
+    try:
+        return builder.build()
+    except Exception as error:
+        raise UserError(f"the data cannot be used: {reason(error)}") from error
 
 
 datasets.is_distributed = True  # Megatron then calls it on every rank

@@ -88,7 +88,7 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
         return parser
 
     known = all_flags(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    sys.argv[1:] = _flags_for_this_machine(on_host) + config_arguments(own.config, known) + argv
+    sys.argv[1:] = _flags_for_this_machine(on_host) + config_arguments(own.config, known, argv) + argv
     return accepted(arguments.parse_and_validate_args, extra_args_provider=all_flags)
 
 
@@ -103,8 +103,13 @@ def accepted(function: Callable, *args, **kwargs):
         raise
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, OSError, NotImplementedError) as error:
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else "this does not hold: " + str(traceback.extract_tb(error.__traceback__)[-1].line)
+        reason = lines[0] if lines else _failed_condition(error)
         raise UserError(f"Megatron does not accept these flags: {reason}") from error
+
+
+def _failed_condition(error: BaseException) -> str:
+    line = str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return f"this does not hold: {line.removeprefix('assert ')}"
 
 
 def _with_suggestion(parser: argparse.ArgumentParser, message: str) -> str:

@@ -7,6 +7,7 @@ Takes every Megatron flag, the `--prores-*` flags, `--config FILE.yaml`, `--host
 
 import sys
 import traceback
+from functools import partial
 
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import launch, screen
@@ -23,13 +24,15 @@ def run(argv: list[str]) -> None:
 
     # Megatron may be imported only now that the device is chosen.
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_prores.megatron import gpt, progress
     from megatron_prores.megatron.arguments import schedule_from_args, validate_prores_arguments
 
     gpt.refuse_unsupported(args)
+    gpt.check_layout(args)
+    launch.accepted(gpt.check_data, args)
     validate_prores_arguments(args)
     schedule = schedule_from_args(args)
     _choose_spec(args, schedule.name)
@@ -38,6 +41,7 @@ def run(argv: list[str]) -> None:
     launch.accepted(model.finalize)
     config = pretrain_cfg_container_from_args(args, model)
     progress.install()
+    training.setup_model_and_optimizer = partial(launch.accepted, training.setup_model_and_optimizer)
     pretrain(
         config,
         gpt.datasets,

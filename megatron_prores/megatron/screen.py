@@ -26,6 +26,7 @@ def quiet() -> None:
     os.dup2(dropped, sys.stdout.fileno())
     os.close(dropped)
     warnings.simplefilter("ignore")
+    sys.unraisablehook = lambda unraisable: None  # destructors of half-built objects, after an error told below
     logging.basicConfig(level=logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Runs all tests, fast ones first: makes the environment where there is none, then lint, unit tests, and the runs in
+# several processes.
+#
+#   bash launch_scripts/run_tests.sh [PYTEST OPTIONS ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch_scripts/environment.sh
+make_environment hf,dev
+export OMP_NUM_THREADS=1
+
+if [ $# -gt 0 ]; then
+    exec "$python" -m pytest "$@"
+fi
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m pytest tests --ignore tests/distributed
+"$python" -m pytest tests/distributed
