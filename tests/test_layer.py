@@ -323,6 +323,17 @@ def test_names_keys_and_numbers_are_those_of_the_stock_model(flags):
     theirs.load_state_dict(ours.state_dict())
 
 
+def test_the_forward_reads_alpha_at_its_own_address():
+    """A copy would be stale inside a CUDA graph, and a number would wait for the device."""
+    model = build()
+    warm_up(model, "linear", 10, 7)
+    addresses = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: addresses.append(t.data_ptr()) or t, lambda t: t):
+        run(model)
+    for layer in model.decoder.layers:
+        assert addresses.count(layer.coefficient.value.data_ptr()) == 2
+
+
 def test_a_layer_without_a_step_refuses_to_run():
     with pytest.raises(UserError, match=r"layer 1 .*enable\(\)"):
         run(build())
