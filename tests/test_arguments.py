@@ -78,14 +78,22 @@ def test_fraction_of_a_run_in_samples():
         (["--prores-warmup-steps", "nan"], {}, "T must be a positive number of steps, not nan"),
         (["--prores-total-warmup-steps", "-3"], {}, "W must be a positive number of steps, not -3"),
         (["--prores-schedule", "linaer"], {}, r"unknown ProRes schedule 'linaer' \(did you mean linear\?\)"),
-        (["--prores-warmup-steps", "2", "--prores-total-warmup-steps", "3"], {}, "once: .*not T=2.0 and W=3.0"),
-        (["--prores-warmup-steps", "2", "--prores-warmup-fraction", "0.1"], {}, "once: .*not T=2.0 and fraction=0.1"),
+        # Not from a command line, whose parser refuses them together, but from a script's own arguments.
+        (["--prores-warmup-steps", "2"], {"prores_total_warmup_steps": 3}, "once: .*not T=2.0 and W=3"),
+        (["--prores-warmup-steps", "2"], {"prores_warmup_fraction": 0.1}, "once: .*not T=2.0 and fraction=0.1"),
     ],
 )
 def test_settings_that_cannot_be(argv, megatron, message):
     for function in (schedule_from_args, validate_prores_arguments):
         with pytest.raises(UserError, match=message):
             function(parse(*argv, **megatron))
+
+
+@pytest.mark.parametrize("other", ["--prores-total-warmup-steps", "--prores-warmup-fraction"])
+def test_the_warmup_is_given_once(other, capsys):
+    with pytest.raises(SystemExit):
+        parse("--prores-warmup-steps", "2", other, "0.5")
+    assert f"argument {other}: not allowed with argument --prores-warmup-steps" in capsys.readouterr().err
 
 
 def test_stock_arguments_have_no_schedule():

@@ -26,6 +26,9 @@ def make_parser():
     parser.add_argument("--betas", nargs=2, type=float)
     parser.add_argument("--sizes", nargs="+", type=int)
     parser.add_argument("--words", nargs="*")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int)
+    length.add_argument("--samples", type=int)
     return parser
 
 
@@ -46,7 +49,7 @@ def parse(write):
     def parse(*texts, argv=()):
         parser = make_parser()
         paths = [write(text, f"{number}.yaml") for number, text in enumerate(texts)]
-        return vars(parser.parse_args([*config_arguments(paths, parser), *argv]))
+        return vars(parser.parse_args([*config_arguments(paths, parser, argv), *argv]))
 
     return parse
 
@@ -119,6 +122,15 @@ def test_later_files_win(parse):
     assert changed(parse(first, second)) == {"num_layers": 3, "name": "a", "cache": False, "sizes": [4]}
     assert changed(parse(first, "")) == changed(parse(first))
     assert parse(first, second, "name: b")["name"] == "b"
+
+
+def test_of_flags_that_exclude_each_other_the_last_wins(parse, capsys):
+    assert changed(parse("steps: 1", "samples: 2")) == {"samples": 2}
+    assert changed(parse("steps: 1\nname: x", argv=["--samples", "2"])) == {"samples": 2, "name": "x"}
+    assert changed(parse("steps: 1", "samples: 2", argv=["--steps=3"])) == {"steps": 3}
+    with pytest.raises(SystemExit):
+        parse("steps: 1\nsamples: 2")
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_no_file():
