@@ -17,10 +17,10 @@ say "1/5 environment"
 make_environment hf
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 if [ "$gpus" = 0 ]; then
-    stages=2 device=(--host)
+    stages=2 device=(--host) host=(--host)
     export OMP_NUM_THREADS=1
 else
-    stages=$((gpus > 1 ? 2 : 1)) device=(--bf16)
+    stages=$((gpus > 1 ? 2 : 1)) device=(--bf16) host=()
 fi
 
 say "2/5 data: the source of Python's standard library"
@@ -43,7 +43,7 @@ say "4/5 picture"
 
 say "5/5 sample"
 "$python" -m megatron_prores.cli generate --checkpoint "$run/checkpoints" --prompt $'def read(self, path):\n' \
-    --max-new-tokens 96 --output "$run/sample.jsonl"
+    "${host[@]}" --max-new-tokens 96 --output "$run/sample.jsonl"
 
 say "done"
 cat <<DONE

@@ -1,7 +1,9 @@
 """ProRes layers in a real Megatron model, against the stock model and against a plain PyTorch one."""
 
 import inspect
+import logging
 import math
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -560,8 +562,9 @@ def attributes():
     return {(owner, name): inspect.getattr_static(owner, name) for owner in OWNERS for name in dir(owner)}
 
 
-def test_uninstall_restores_every_attribute():
+def test_uninstall_restores_every_attribute(monkeypatch):
     host.uninstall()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     try:
         assert not host.is_installed()
         before = attributes()
@@ -577,7 +580,20 @@ def test_uninstall_restores_every_attribute():
             after = attributes()
             assert after.keys() == before.keys()
             assert [key for key in before if before[key] is not after[key]] == []
+            assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+            assert logging.getLogger(megatron_random.__name__).filters == []
     finally:
         host.install()
-    # The list of owners above is complete.
-    assert {id(owner) for owner, _, _ in host._undo} == {id(owner) for owner in OWNERS}
+
+
+def test_the_owners_above_are_all(monkeypatch):
+    replaced = []
+    monkeypatch.setattr(host, "_replace", lambda owner, name, replacement: replaced.append(owner))
+    host.uninstall()
+    try:
+        host.install()
+        host.uninstall()
+    finally:
+        monkeypatch.undo()
+        host.install()
+    assert {id(owner) for owner in replaced} == {id(owner) for owner in OWNERS}

@@ -32,7 +32,7 @@ _FACTORIES = (
 # fmt: on
 
 _HOST = torch.device("cpu")
-_undo: list[tuple[Any, str, Any]] = []
+_undo: list[Callable[[], None]] = []
 
 
 def is_needed() -> bool:
@@ -48,7 +48,9 @@ def install() -> None:
     """Let Megatron run on the host. Call it before Megatron is imported; a second call does nothing."""
     if _undo:
         return
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's check for tensor parallelism
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:  # Megatron's check for tensor parallelism
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        _undo.append(lambda: os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None))
     _replace_tensor_placement()
     _replace_cuda_runtime()
     _replace_data_loading()
@@ -57,14 +59,17 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back everything that `install()` replaced."""
+    """Put back everything that `install()` replaced.
+
+    Functions that Megatron compiled when it was imported on the host stay uncompiled.
+    """
     while _undo:
-        owner, name, original = _undo.pop()
-        setattr(owner, name, original)
+        _undo.pop()()
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _undo.append((owner, name, getattr(owner, name)))
+    original = getattr(owner, name)
+    _undo.append(lambda: setattr(owner, name, original))
     setattr(owner, name, replacement)
 
 
@@ -197,6 +202,10 @@ def _replace_distributed() -> None:
     _replace(distributed, "barrier", _without(distributed.barrier, "device_ids"))
 
 
+def _not_about_host_generator(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
 def _replace_megatron() -> None:
     # Compiling Megatron's small fused functions for the CPU takes longer than a trial run.
     _replace(torch, "compile", lambda function=None, **kwargs: function or (lambda decorated: decorated))
@@ -206,8 +215,10 @@ def _replace_megatron() -> None:
     _replace(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
     _replace(random, "_set_cuda_rng_state", lambda new_state, *args, **kwargs: torch.set_rng_state(new_state))
 
-    # Megatron warns wherever the host generator advances in place of the GPU's: everywhere, here.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # Megatron warns where the host generator advances in place of the GPU's: everywhere, here.
+    logger = logging.getLogger(random.__name__)
+    logger.addFilter(_not_about_host_generator)
+    _undo.append(lambda: logger.removeFilter(_not_about_host_generator))
 
     from megatron.training import training
 

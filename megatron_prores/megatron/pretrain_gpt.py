@@ -27,7 +27,7 @@ def run(argv: list[str]) -> None:
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron_prores.megatron import gpt, progress
+    from megatron_prores.megatron import gpt, progress, spec
     from megatron_prores.megatron.arguments import schedule_from_args, validate_prores_arguments
 
     gpt.refuse_unsupported(args)
@@ -39,6 +39,7 @@ def run(argv: list[str]) -> None:
     _tell_warmup(args, schedule)
     model = launch.accepted(gpt_config_from_args, args)
     launch.accepted(model.finalize)
+    spec.refuse_unbuildable(model)
     config = pretrain_cfg_container_from_args(args, model)
     progress.install()
     training.setup_model_and_optimizer = partial(launch.accepted, training.setup_model_and_optimizer)

@@ -9,6 +9,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from megatron.training.utils import is_last_rank
 
+from megatron_prores.coefficients import StageCoefficients
 from megatron_prores.megatron import driver
 from megatron_prores.megatron.screen import is_first_rank, say
 from megatron_prores.schedule import Schedule
@@ -60,6 +61,9 @@ def install() -> None:
 
 def _restart_before(train: Callable) -> Callable:
     def wrapper(*args, **kwargs):
+        coefficients = driver.stage_coefficients()
+        if is_last_rank() and _has_alpha(coefficients):
+            say(f"alpha below: {_and(['layer ' + str(n) for n in sampled_layers(coefficients.schedule)])}")
         _progress.restart()
         return train(*args, **kwargs)
 
@@ -96,21 +100,27 @@ def progress_line(iteration: int, losses: list, learning_rate: float | None, gra
     if learning_rate is not None:
         parts.append(f"lr {learning_rate:.2e}")
     if grad_norm is not None:
-        parts.append(f"grad norm {grad_norm:.2f}")
+        parts.append(f"grad {grad_norm:.2f}")
     parts += [f"{steps_per_second:.2f} steps/s", f"{tokens_per_second:,.0f} tokens/s"]
     coefficients = driver.stage_coefficients()
-    if coefficients is not None and coefficients.schedule.name != "none":
-        parts.append(sampled_alpha(coefficients.schedule, iteration))
+    if _has_alpha(coefficients):
+        alphas = coefficients.schedule.alpha(iteration)
+        parts.append("alpha " + " ".join(f"{alphas[n - 1]:.3f}" for n in sampled_layers(coefficients.schedule)))
     parts.append(f"ETA {_duration((args.train_iters - iteration) / steps_per_second)}")
     return " | ".join(parts)
 
 
-def sampled_alpha(schedule: Schedule, step: int) -> str:
-    """`alpha 1.00 0.67 0.33 (layers 1 2 3)`: the first, the middle and the last layer."""
-    layers = sorted({1, (schedule.num_layers + 1) // 2, schedule.num_layers})
-    alphas = schedule.alpha(step)
-    values = " ".join(f"{alphas[layer - 1]:.3f}" for layer in layers)
-    return f"alpha {values} (layer{'s' if len(layers) > 1 else ''} {' '.join(map(str, layers))})"
+def sampled_layers(schedule: Schedule) -> list[int]:
+    """The first, the middle and the last layer."""
+    return sorted({1, (schedule.num_layers + 1) // 2, schedule.num_layers})
+
+
+def _has_alpha(coefficients: StageCoefficients | None) -> bool:
+    return coefficients is not None and coefficients.schedule.name != "none"
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _duration(seconds: float) -> str:
@@ -123,7 +133,7 @@ def log_alpha(iteration: int) -> None:
     """Write every layer's alpha, whichever stage holds it, where Megatron writes its scalars."""
     args = get_args()
     coefficients = driver.stage_coefficients()
-    if coefficients is None or coefficients.schedule.name == "none" or iteration % args.tensorboard_log_interval:
+    if not _has_alpha(coefficients) or iteration % args.tensorboard_log_interval:
         return
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     if not writer and not wandb:

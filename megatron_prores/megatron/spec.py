@@ -42,7 +42,7 @@ def stock_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Tra
 
 
 def _stage_spec(config: GPTModelConfig, vp_stage: int | None, layer_class: type) -> TransformerBlockSubmodules:
-    _refuse(config)
+    refuse_unbuildable(config)
     spec = default_layer_spec(config, vp_stage)
     if isinstance(spec, ModuleSpec):  # one layer for all; with experts Megatron gives the stage's list instead
         layers = get_num_layers_to_build(config.transformer, vp_stage)
@@ -76,7 +76,12 @@ def _norm(norm: Any) -> Any:
     return build_norm if norm in (WrappedTorchNorm, FusedLayerNorm) else norm
 
 
-def _refuse(config: GPTModelConfig) -> None:
+def refuse_unbuildable(config: GPTModelConfig) -> None:
+    """Refuse implementations that are not installed or not for training.
+
+    Raises:
+        UserError: names the flag to change.
+    """
     implementation = config.transformer.transformer_impl
     if implementation == "transformer_engine" and not HAVE_TE:
         raise UserError(

@@ -1,0 +1,141 @@
+"""What a person sees after a mistake: one line that names it, exit code 2, no traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import command, environment, run
+
+# name: (flags after a config that works, config changes, what the line must say)
+MISTAKES = {
+    "unknown schedule": (["--prores-schedule", "lineer"], {}, ["lineer", "did you mean linear?"]),
+    "T = 0": (["--prores-warmup-steps", "0"], {}, ["warm-up T", "positive", "0"]),
+    "T < 0": (["--prores-warmup-steps=-5"], {}, ["warm-up T", "positive", "-5"]),
+    "T = NaN": (["--prores-warmup-steps", "nan"], {}, ["warm-up T", "nan"]),
+    "T = infinity": (["--prores-warmup-steps", "inf"], {}, ["warm-up T", "inf"]),
+    "T is no number": (["--prores-warmup-steps", "many"], {}, ["--prores-warmup-steps", "many"]),
+    "W = 0": (["--prores-total-warmup-steps", "0"], {}, ["warm-up W", "0"]),
+    "T and W": (
+        ["--prores-warmup-steps", "2", "--prores-total-warmup-steps", "12"],
+        {},
+        ["--prores-total-warmup-steps", "--prores-warmup-steps", "not allowed with"],
+    ),
+    "fraction above 1": (["--prores-warmup-fraction", "1.5"], {}, ["fraction", "1.5"]),
+    "warm-up outlasts the run": (["--prores-strict", "--prores-warmup-steps", "1000"], {}, ["6000", "outlasts", "8"]),
+    "unknown flag": (
+        ["--prores-warmup-step", "3"],
+        {},
+        ["--prores-warmup-step", "did you mean --prores-warmup-steps?"],
+    ),
+    "unknown key": ([], {"num-layer": 3}, ["config.yaml", "num-layer", "did you mean num-layers?"]),
+    "value of the wrong type": ([], {"num-layers": "six"}, ["--num-layers", "six"]),
+    "missing config": (["--config", "nowhere.yaml"], {}, ["nowhere.yaml", "No such file"]),
+    "missing data": ([], {"data-path": ["nowhere/corpus"]}, ["nowhere/corpus", "prores prepare-data"]),
+    "no data": ([], {"data-path": None, "split": None}, ["no data", "--data-path"]),
+    "missing tokenizer": ([], {"tokenizer-model": "/nowhere/tokenizer"}, ["/nowhere/tokenizer"]),
+    "layers do not divide": (
+        ["--pipeline-model-parallel-size", "4"],
+        {"world": 4},
+        ["layers", "divisible", "pipeline"],
+    ),
+    "processes do not divide": (["--tensor-model-parallel-size", "2"], {}, ["world size (1)", "not divisible"]),
+    "heads do not divide": (["--num-attention-heads", "5"], {}, ["hidden_size % args.num_attention_heads"]),
+    "odd head size": (["--hidden-size", "60", "--num-attention-heads", "4"], {}, ["head size", "15"]),
+    "batch does not divide": (["--global-batch-size", "7"], {}, ["7", "divisible"]),
+    "sequence does not divide": (
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "31"],
+        {"world": 2},
+        ["--seq-length 31", "--tensor-model-parallel-size 2"],
+    ),
+    "microbatches do not divide": (
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+        {"world": 2, "global-batch-size": 6},
+        ["microbatches", "gives 3"],
+    ),
+    "another layer spec": (
+        ["--spec", "megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec"],
+        {},
+        ["--spec megatron.core.models.gpt.gpt_layer_specs", "enable()"],
+    ),
+    "no Transformer Engine": (["--transformer-impl", "transformer_engine"], {}, ["Transformer Engine", "local"]),
+    "multi-token prediction": (["--mtp-num-layers", "1"], {}, ["--mtp-num-layers"]),
+    "save without interval": (["--save", "checkpoint"], {}, ["save_interval"]),
+}
+
+# Each mistake in a fork of one process that has Megatron imported: seconds for all instead of each.
+PROBE = """
+import json, os, sys
+from megatron_prores.megatron import host
+host.install()
+import megatron.training.training
+from megatron_prores.megatron import gpt, pretrain_gpt, progress
+
+cases, outcomes = json.load(open(sys.argv[1])), {}
+for name, (argv, world) in cases.items():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 2)
+        os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
+        sys.argv[1:] = argv
+        pretrain_gpt.main()
+        os._exit(0)
+    os.close(writer)
+    errors = open(reader).read()
+    outcomes[name] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), errors]
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, data):
+    """(exit code, stderr) of every mistake."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    cases = {}
+    for number, (name, (flags, change, _)) in enumerate(MISTAKES.items()):
+        change = dict(change)
+        world = change.pop("world", 1)
+        line = command(folder / str(number), *flags, config={**data, **change})
+        cases[name] = (line[line.index("--config") :], world)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE, str(folder / "cases.json")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_line_and_exit_code_two(name, outcomes):
+    code, errors = outcomes[name]
+    lines = errors.strip().splitlines()
+    assert code == 2, errors
+    assert len(lines) == 1 and lines[0].startswith("error: "), errors
+    for part in MISTAKES[name][2]:
+        assert part in lines[0]
+
+
+def test_a_process_of_its_own(tmp_path, data):
+    result = run(tmp_path, "--prores-schedule", "lineer", config=data)
+    assert (result.returncode, len(result.error_lines)) == (2, 1)
+    assert "Traceback" not in result.errors and not result.losses
+
+
+def test_one_rank_speaks(tmp_path, data):
+    """Under torchrun every rank fails; the line is printed once. torchrun itself turns the exit code into 1."""
+    flags = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "7")
+    result = run(tmp_path, *flags, processes=2, config=data)
+    assert result.returncode == 1
+    assert len(result.error_lines) == 1
+    assert "[1, 2, 3, 4, 5, 6, 7]" in result.error_lines[0] and "1..6" in result.error_lines[0]
+
+
+def test_a_note_where_the_warmup_outlasts_the_run(tmp_path, data):
+    result = run(tmp_path, "--prores-warmup-steps", "4", config=data)
+    assert result.returncode == 0
+    assert "note: the warm-up (24 steps) outlasts the run (8)" in result.output
