@@ -17,17 +17,26 @@ find_python() {
     return 2
 }
 
+# True where every one of the extras (a,b) was installed after the files that say what to install last changed.
+is_installed() {
+    local extra file
+    for extra in ${2//,/ }; do
+        for file in pyproject.toml setup.py constraints.txt; do
+            [ "$1/.installed-$extra" -nt "$file" ] || return 1
+        done
+    done
+}
+
 make_environment() {
-    local extras=$1 venv=${PRORES_VENV:-.venv} stamp found quiet=
-    stamp=$venv/.installed-$extras
+    local extras=$1 venv=${PRORES_VENV:-.venv} found quiet='' extra
     python=$venv/bin/python
-    if [ "$stamp" -nt pyproject.toml ] && [ "$stamp" -nt constraints.txt ] && [ "$stamp" -nt setup.py ]; then
-        return
-    fi
+    is_installed "$venv" "$extras" && return
     found=$(find_python) || return
     echo "installing into $venv with $found (PyTorch and its CUDA libraries: about 6 GB, a few minutes)"
     [ -x "$python" ] || "$found" -m venv "$venv" || return
     [ -t 1 ] || quiet=-q
     "$python" -m pip install $quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return
-    touch "$stamp"
+    for extra in ${extras//,/ }; do
+        touch "$venv/.installed-$extra"
+    done
 }

@@ -63,7 +63,8 @@ def _restart_before(train: Callable) -> Callable:
     def wrapper(*args, **kwargs):
         coefficients = driver.stage_coefficients()
         if is_last_rank() and _has_alpha(coefficients):
-            say(f"alpha below: {_and(['layer ' + str(n) for n in sampled_layers(coefficients.schedule)])}")
+            layers = [str(number) for number in sampled_layers(coefficients.schedule)]
+            say(f"alpha in the lines below: layers {', '.join(layers)}")
         _progress.restart()
         return train(*args, **kwargs)
 
@@ -117,10 +118,6 @@ def sampled_layers(schedule: Schedule) -> list[int]:
 
 def _has_alpha(coefficients: StageCoefficients | None) -> bool:
     return coefficients is not None and coefficients.schedule.name != "none"
-
-
-def _and(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _duration(seconds: float) -> str:
