@@ -1,7 +1,7 @@
 """Seconds per training step with ProRes against stock Megatron, paired in one run.
 
     python benchmarks/overhead.py --config configs/megatron/quickstart.yaml --mock-data \
-        --tokenizer-type NullTokenizer --vocab-size 4095 --train-iters 84 [--csv benchmarks/overhead.csv]
+        --tokenizer-type NullTokenizer --vocab-size 4095 --train-iters 244 [--csv overhead.csv]
 
 Megatron's own trainer trains one model and takes every step either with ProRes (alpha set, branches scaled) or as
 stock Megatron does it (its bias-dropout-add, no driver), in the order A B B A, so that both see the same weights,
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_prores import __version__
+from megatron_prores.errors import UserError
 from megatron_prores.megatron import launch, pretrain_gpt, screen
 
 WARM_UP_STEPS = 4
@@ -80,7 +81,7 @@ def report(steps: PairedSteps, csv_path: str | None) -> None:
         return
     ratios = steps.ratios()
     if len(ratios) < 2:
-        raise SystemExit(f"too few steps to compare: give --train-iters {WARM_UP_STEPS + 40} or more")
+        raise UserError(f"too few steps to compare: give --train-iters {WARM_UP_STEPS + 40} or more")
     medians = {
         which: statistics.median(s for kind, s in steps.seconds[WARM_UP_STEPS:] if kind == which)
         for which in ("prores", "stock")
@@ -151,8 +152,9 @@ def main() -> None:
 
     launch.parse = parse_and_time
     pretrain_gpt.run([*argv, "--eval-iters", "0"])
-    report(steps, csv_path)
+    if steps:
+        report(steps, csv_path)
 
 
 if __name__ == "__main__":
-    main()
+    pretrain_gpt.exit_on_error(main)

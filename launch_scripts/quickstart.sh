@@ -10,6 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch_scripts/environment.sh
 
 run=${PRORES_RUN:-runs/quickstart}
+trap 'echo "stopped: run the same command again to continue"; exit 130' INT
 started=$SECONDS
 say() { printf '\n[%d:%02d] %s\n' $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)) "$*"; }
 
@@ -28,6 +29,8 @@ mkdir -p "$run"
 if [ ! -f "$run/python-train.idx" ] || [ ! -f "$run/python-valid.idx" ]; then
     "$python" -m megatron_prores.cli prepare-data --input stdlib --output "$run/python" --overwrite \
         --train-tokenizer 4096 --validation-fraction 0.05 --workers 2
+else
+    echo "already there: $run/python-train, $run/python-valid"
 fi
 
 say "3/5 pretraining on $stages pipeline stage(s)"
@@ -48,7 +51,7 @@ say "5/5 sample"
 say "done"
 cat <<DONE
 checkpoints  $run/checkpoints
-logs         $run/tensorboard  (.venv/bin/tensorboard --logdir $run/tensorboard)
+logs         $run/tensorboard  (${PRORES_VENV:-.venv}/bin/tensorboard --logdir $run/tensorboard)
 picture      $run/loss-and-alpha.png
 sample       $run/sample.jsonl
 DONE

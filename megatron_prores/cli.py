@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 
+from megatron_prores import __version__
 from megatron_prores.errors import UserError, did_you_mean, run_and_exit
 
 # Each module has add_arguments(parser) and run(args). Only the one that is asked for is imported.
@@ -35,6 +36,9 @@ def run(argv: list[str]) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
+        return
+    if argv == ["--version"]:
+        print(f"megatron_prores {__version__}")
         return
     name, *rest = argv
     if name not in COMMANDS:

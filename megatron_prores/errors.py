@@ -16,6 +16,11 @@ def run_and_exit(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megatron_prores"):
+            raise
+        print(f"error: {error.name} is not installed in this environment: pip install it", file=sys.stderr, flush=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -171,7 +171,7 @@ class Schedule:
                 raise UserError(f"the ProRes warm-up fraction must be above 0 and at most 1, not {warmup_fraction}")
             if train_iters is None or train_iters <= 0:
                 raise UserError(
-                    "a ProRes warm-up given as a fraction of the run needs the run's length, 1 step or more"
+                    "a ProRes warm-up given as a fraction of the run needs the run's length: --train-iters, 1 or more"
                 )
             total_warmup_steps = max(1, round(warmup_fraction * train_iters))
         if total_warmup_steps is not None:

@@ -20,4 +20,4 @@ def run(args: argparse.Namespace) -> None:
     scalars = read_scalars(args.tensorboard_dir)
     draw_run(scalars, args.png)
     steps, losses = scalars[LOSS_TAG]
-    print(f"{args.png}: last step {steps[-1]}, last loss {losses[-1]:.4f}")
+    print(f"{args.png}: {len(steps)} steps, loss of step {steps[-1]} {losses[-1]:.4f}")

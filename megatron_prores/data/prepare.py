@@ -172,7 +172,7 @@ def _write(folder: Path, report: Report, tokenizer, corpus: Corpus, fraction: fl
 
 def _no_documents(inputs: Sequence[str], corpus: Corpus, which: str) -> UserError:
     shown = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
-    hint = "; another --validation-fraction may help" if which else ""
+    hint = f"; a {'larger' if which.startswith('v') else 'smaller'} --validation-fraction may help" if which else ""
     return UserError(
         f"no {which}documents in {shown} "
         f"({corpus.skipped} files that are not UTF-8 text and {corpus.empty} empty documents left out){hint}"

@@ -61,9 +61,13 @@ def check_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace
         if args.rank == 0:
             say(f"ProRes: resuming with {current}; the checkpoint was trained with {saved}")
         return
+    keep = "use the same flags"
+    if getattr(args, "prores_warmup_fraction", None) is not None and saved.total_steps:
+        total = f"{float(saved.total_steps):g}"
+        keep = f"a fraction of a longer run is a longer warm-up, keep it with --prores-total-warmup-steps {total}"
     raise UserError(
         f"the checkpoint was trained with ProRes {saved}, this run asks for {current}: "
-        "use the same flags, or --prores-override to change the schedule from here on"
+        f"{keep}, or change the schedule from here on with --prores-override"
     )
 
 
@@ -102,9 +106,18 @@ def _explained(load: Callable) -> Callable:
 
     def load_checkpoint(*args, **kwargs):
         try:
-            return load(*args, **kwargs)
+            iteration, flops = load(*args, **kwargs)
+            if iteration and get_args().rank == 0:
+                say(f"loaded checkpoint of iteration {iteration} from {get_args().load}")
+            return iteration, flops
         except UserError:
             raise
+        except AssertionError as error:  # how Megatron says that the checkpoint is another run's
+            scheduler = "OptimizerParamScheduler" in str(error)
+            hint = "; --override-opt-param-scheduler takes this run's learning-rate schedule" if scheduler else ""
+            raise UserError(
+                f"this run differs from the one that saved the checkpoint in {get_args().load}: {reason(error)}{hint}"
+            ) from error
         except DAMAGE as error:
             folder = get_args().load
             iteration = checkpointing.get_loaded_iteration()

@@ -65,7 +65,9 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
     """
     own, rest = _own_flags().parse_known_args(argv)
     wants_help = "-h" in rest or "--help" in rest
-    if not own.verbose and not wants_help:
+    if wants_help:
+        screen.hush()
+    elif not own.verbose:
         screen.quiet()
     _be_a_world_of_one()
     on_host = own.host or host.is_needed()
@@ -84,6 +86,7 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
     def all_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = extra(parser) if extra else parser
         parser._add_container_actions(_own_flags())
+        _make_help_readable(parser)
         parser.error = lambda message: _refuse(_with_suggestion(parser, message))
         return parser
 
@@ -105,6 +108,18 @@ def accepted(function: Callable, *args, **kwargs):
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else _failed_condition(error)
         raise UserError(f"Megatron does not accept these flags: {reason}") from error
+
+
+def _make_help_readable(parser: argparse.ArgumentParser) -> None:
+    """Our groups before Megatron's hundreds of flags; and Megatron's stray percent signs, which argparse trips over."""
+    parser.usage = "%(prog)s [--config FILE] [FLAGS OF MEGATRON AND PRORES]"
+    parser._action_groups.sort(key=lambda group: group.title not in ("megatron_prores", "ProRes"))
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action) if action.help else None
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def _failed_condition(error: BaseException) -> str:

@@ -5,8 +5,10 @@
 Takes every Megatron flag, the `--prores-*` flags, `--config FILE.yaml`, `--host` and `--verbose`.
 """
 
+import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 
 from megatron_prores.errors import UserError
@@ -36,6 +38,7 @@ def run(argv: list[str]) -> None:
     validate_prores_arguments(args)
     schedule = schedule_from_args(args)
     _choose_spec(args, schedule.name)
+    _tell_layout(args)
     _tell_warmup(args, schedule)
     model = launch.accepted(gpt_config_from_args, args)
     launch.accepted(model.finalize)
@@ -65,6 +68,15 @@ def _choose_spec(args, schedule: str) -> None:
             args.spec[1] = "stock_layer_spec"
 
 
+def _tell_layout(args) -> None:
+    if screen.is_first_rank():
+        screen.say(
+            f"processes: {args.world_size} = tensor {args.tensor_model_parallel_size} x pipeline "
+            f"{args.pipeline_model_parallel_size} x context {args.context_parallel_size} x data "
+            f"{args.data_parallel_size}; {args.params_dtype}".replace("torch.", "")
+        )
+
+
 def _tell_warmup(args, schedule) -> None:
     note = describe_progress(schedule, args.train_iters) if args.train_iters else None
     if note and args.prores_strict:
@@ -73,14 +85,23 @@ def _tell_warmup(args, schedule) -> None:
         screen.say(f"note: {note}")
 
 
-def main() -> None:
+def exit_on_error(main: Callable[[], None]) -> None:
+    """Run a `main`; what cannot be used becomes one line from one rank and exit code 2, Ctrl-C exit code 130."""
     try:
-        run(sys.argv[1:])
+        main()
     except UserError as error:
         if "--verbose" in sys.argv:
             traceback.print_exc()
         screen.complain(error)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if screen.is_first_rank():
+            screen.say("interrupted: the same command with --load continues from the last checkpoint")
+        os._exit(130)  # not through Megatron's exit handlers, which may wait for ranks that are gone
+
+
+def main() -> None:
+    exit_on_error(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

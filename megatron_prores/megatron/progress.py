@@ -1,4 +1,4 @@
-"""The progress line, and ProRes in TensorBoard and Weights & Biases."""
+"""What a run says on the screen while it trains."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from megatron.training import get_args, training
 from megatron.training.utils import is_last_rank
 
 from megatron_prores.coefficients import StageCoefficients
@@ -43,7 +43,7 @@ _progress: Progress | None = None
 
 
 def install() -> None:
-    """Print a line every `--log-interval` iterations; log alpha beside Megatron's scalars."""
+    """Print a line every `--log-interval` iterations, and one for every evaluation and checkpoint."""
     global _progress
     if _progress is not None:
         return
@@ -60,13 +60,15 @@ def install() -> None:
 
 
 def _restart_before(train: Callable) -> Callable:
-    def wrapper(*args, **kwargs):
-        coefficients = driver.stage_coefficients()
-        if is_last_rank() and _has_alpha(coefficients):
+    def wrapper(*positional, **kwargs):
+        args, coefficients = get_args(), driver.stage_coefficients()
+        if args.iteration >= args.train_iters and is_last_rank():
+            say(f"nothing left to train: iteration {args.iteration} of {args.train_iters}")
+        elif is_last_rank() and _has_alpha(coefficients):
             layers = [str(number) for number in sampled_layers(coefficients.schedule)]
             say(f"alpha in the lines below: layers {', '.join(layers)}")
         _progress.restart()
-        return train(*args, **kwargs)
+        return train(*positional, **kwargs)
 
     return wrapper
 
@@ -78,7 +80,6 @@ def _log_after(training_log: Callable) -> Callable:
         result = training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kwargs)
         args = get_args()
         _progress.step(get_current_global_batch_size() * args.seq_length)
-        log_alpha(iteration)
         losses.extend(loss_dict[key].detach() for key in loss_dict if key == "lm loss")
         if iteration % args.log_interval == 0 or iteration == args.train_iters:
             if is_last_rank():
@@ -126,24 +127,6 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def log_alpha(iteration: int) -> None:
-    """Write every layer's alpha, whichever stage holds it, where Megatron writes its scalars."""
-    args = get_args()
-    coefficients = driver.stage_coefficients()
-    if not _has_alpha(coefficients) or iteration % args.tensorboard_log_interval:
-        return
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if not writer and not wandb:
-        return
-    alphas = coefficients.schedule.alpha(iteration)
-    scalars = {f"prores/alpha/layer_{layer:03}": float(value) for layer, value in enumerate(alphas, start=1)}
-    if writer:
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, iteration)
-    if wandb:
-        wandb.log(scalars, iteration)
-
-
 _evaluation = ""
 
 
@@ -162,7 +145,8 @@ def _report_evaluation(evaluate: Callable) -> Callable:
         result = evaluate(*args, **kwargs)
         if is_last_rank() and result[0] and "lm loss" in result[0]:
             loss = float(result[0]["lm loss"])
-            say(f"evaluation at {_evaluation}: loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}")
+            when = "final evaluation" if " on " in _evaluation else "evaluation"  # on other samples
+            say(f"{when} at {_evaluation}: loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}")
         _progress.exclude(time.perf_counter() - start)
         return result
 

@@ -11,13 +11,21 @@ import torch
 _screen: TextIO = sys.stdout
 
 
+def hush() -> None:
+    """Hold back Python's warnings and log records below ERROR."""
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+
+
 def quiet() -> None:
     """Keep the terminal for `say()`: what Megatron and its libraries print to stdout is dropped from now on.
 
     At file-descriptor level, because gloo and NCCL print from C++. stderr stays as it is, for tracebacks and
-    crashes, but Python's warnings and log records below ERROR no longer go there. Child processes inherit this.
+    crashes, but hushed. Child processes inherit this.
     """
     global _screen
+    hush()
     if _screen is not sys.stdout:
         return
     _screen = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8", errors="replace")
@@ -25,10 +33,7 @@ def quiet() -> None:
     dropped = os.open(os.devnull, os.O_WRONLY)
     os.dup2(dropped, sys.stdout.fileno())
     os.close(dropped)
-    warnings.simplefilter("ignore")
     sys.unraisablehook = lambda unraisable: None  # destructors of half-built objects, after an error told below
-    logging.basicConfig(level=logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 
 
 def say(line: str) -> None:

@@ -139,3 +139,11 @@ def test_a_note_where_the_warmup_outlasts_the_run(tmp_path, data):
     result = run(tmp_path, "--prores-warmup-steps", "4", config=data)
     assert result.returncode == 0
     assert "note: the warm-up (24 steps) outlasts the run (8)" in result.output
+
+
+def test_help_shows_our_flags_first():
+    line = [sys.executable, "-m", "megatron_prores.megatron.pretrain_gpt", "--help"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--config FILE" in done.stdout and done.stdout.index("--prores-schedule") < 4000
+    assert "--tensor-model-parallel-size" in done.stdout

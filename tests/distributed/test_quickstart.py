@@ -10,7 +10,7 @@ from runs import environment
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
-    *("--train-iters", "6", "--lr-decay-iters", "6", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"),
+    *("--train-iters", "6", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"),
     *("--eval-interval", "3", "--eval-iters", "1", "--save-interval", "3", "--log-interval", "2"),
 )
 
