@@ -88,7 +88,7 @@ def test_command(tmp_path, capsys):
     write(tmp_path / "run", a_run(24), start=0)
     png = tmp_path / "run.png"
     prores(["report", "--tensorboard-dir", str(tmp_path / "run"), "--png", str(png)])
-    assert capsys.readouterr().out == f"{png}: last step 50, last loss 0.2000\n"
+    assert capsys.readouterr().out == f"{png}: 50 steps, loss of step 50 0.2000\n"
     assert min(picture_size(png)) > 400
     assert sorted(os.listdir(tmp_path)) == ["run", "run.png"]
 
