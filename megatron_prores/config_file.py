@@ -70,7 +70,7 @@ def _read(path: str) -> dict:
         raise UserError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         content = yaml.load(text, _UniqueKeys)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -87,7 +87,9 @@ def _flag(parser: argparse.ArgumentParser, key: str) -> str | None:
 
 def _find(parser: argparse.ArgumentParser, key: str, path: str) -> argparse.Action:
     flag = _flag(parser, key)
-    if flag is None or flag in ("--config", "--help"):
+    if flag in ("--config", "--help", "--host", "--verbose"):
+        raise UserError(f"{path}: {key} acts before the file is read: give {flag} on the command line")
+    if flag is None:
         names = [option.removeprefix("--") for option in parser._option_string_actions if option.startswith("--")]
         raise UserError(f"{path}: unknown key {key}{did_you_mean(key.replace('_', '-'), names)}")
     return parser._option_string_actions[flag]

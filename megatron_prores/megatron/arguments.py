@@ -47,17 +47,23 @@ def schedule_from_args(args: argparse.Namespace) -> Schedule:
     Raises:
         UserError: the settings contradict each other or are out of range.
     """
-    train_iters = getattr(args, "train_iters", None)
-    if not train_iters and getattr(args, "train_samples", None) and getattr(args, "global_batch_size", None):
-        train_iters = args.train_samples // args.global_batch_size
     return Schedule.resolve(
         getattr(args, "prores_schedule", "none"),
         args.num_layers,
         warmup_steps=getattr(args, "prores_warmup_steps", None),
         total_warmup_steps=getattr(args, "prores_total_warmup_steps", None),
         warmup_fraction=getattr(args, "prores_warmup_fraction", None),
-        train_iters=train_iters,
+        train_iters=run_length(args),
     )
+
+
+def run_length(args: argparse.Namespace) -> int | None:
+    """The run's length in iterations, also where it is given in samples; None if it is not given."""
+    if getattr(args, "train_iters", None):
+        return args.train_iters
+    if getattr(args, "train_samples", None) and getattr(args, "global_batch_size", None):
+        return args.train_samples // args.global_batch_size
+    return None
 
 
 def validate_prores_arguments(args: argparse.Namespace) -> None:

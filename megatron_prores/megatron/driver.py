@@ -92,6 +92,8 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
     """
     global _coefficients
     args = get_args()
+    if not hasattr(args, "prores_schedule"):
+        raise UserError("call megatron_prores.megatron.enable() before Megatron parses its arguments, not after")
     schedule = schedule_from_args(args)
     chunks = [[m for m in chunk.modules() if isinstance(m, ProResTransformerLayer)] for chunk in model]
     stages = _all_stages([[layer.layer_number for layer in chunk] for chunk in chunks])

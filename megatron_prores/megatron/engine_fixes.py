@@ -1,7 +1,11 @@
 """Ways round faults of megatron-core 0.19 that a run without Apex or Transformer Engine would hit."""
 
+import ctypes
 import functools
 import importlib.util
+import multiprocessing
+import signal
+from multiprocessing.managers import SyncManager
 
 import torch
 
@@ -10,6 +14,7 @@ def install() -> None:
     """Apply them; a second call does nothing."""
     _use_compiled_dataset_helpers()
     _let_distributed_optimizer_load()
+    _keep_checkpoint_helper_with_its_run()
 
 
 def _use_compiled_dataset_helpers() -> None:
@@ -59,3 +64,25 @@ def _let_distributed_optimizer_load() -> None:
     optimizer_class.sharded_state_dict = with_a_state
     optimizer_class._set_main_param_and_optimizer_states = without_step
     optimizer_class.load_state_dict = with_own_steps
+
+
+def _as_helper() -> None:
+    """In the process that holds the queue of a checkpoint's writers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the run
+
+
+def _keep_checkpoint_helper_with_its_run() -> None:
+    """Megatron's first save starts a process that outlives a killed run, and that dies of the SIGTERM that torchrun
+    sends to the whole group, so that --exit-signal-handler could not save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    @functools.cache
+    def get_write_results_queue(mp_mode: str = "spawn"):
+        manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
+        manager.start(_as_helper)
+        return manager.Queue()
+
+    filesystem_async.get_write_results_queue = get_write_results_queue

@@ -1,7 +1,6 @@
 """What Megatron's `pretrain()` asks of a GPT: batches, the loss, datasets. Its wheel does not ship these."""
 
 import argparse
-import os
 from functools import partial
 
 import torch
@@ -31,6 +30,13 @@ _UNSUPPORTED = {
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
     "perform_rl_step": "--perform-rl-step",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "check_for_spiky_loss": "--check-for-spiky-loss",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path",
+    "multiple_validation_sets": "--multiple-validation-sets",
+    "full_validation": "--full-validation",
+    "inprocess_restart": "--inprocess-restart",
+    "log_straggler": "--log-straggler",
+    "rampup_batch_size": "--rampup-batch-size (megatron-core 0.19 reads it nowhere)",
 }
 
 
@@ -73,27 +79,6 @@ def check_layout(args: argparse.Namespace) -> None:
         )
 
 
-def check_data(args: argparse.Namespace) -> None:
-    """Refuse a run without data, or with data files that are not there.
-
-    Raises:
-        UserError: names the flag or the missing file.
-    """
-    if args.mock_data:
-        return
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    blends = [blend] if blend else [split for split in blend_per_split or () if split]
-    if not blends:
-        raise UserError("there is no data to train on: give --data-path PREFIX, as prores prepare-data prints it")
-    for prefix in (prefix for prefixes, _ in blends for prefix in prefixes):
-        for suffix in (".idx", ".bin"):
-            if not os.path.exists(prefix + suffix):
-                raise UserError(
-                    f"the dataset {prefix} is not there ({prefix}{suffix} is missing): "
-                    "make it with prores prepare-data, and give its prefix without .bin or .idx"
-                )
-
-
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     """One microbatch through one model chunk.
 
@@ -122,11 +107,9 @@ def _microbatch(data_iterator, vp_stage: int | None) -> dict[str, Tensor | None]
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if tp_rank == 0:
-        batch = {
-            name: tensor.cuda(non_blocking=True)
-            for name, tensor in next(data_iterator).items()
-            if isinstance(tensor, Tensor)
-        }
+        batch = {name: tensor for name, tensor in next(data_iterator).items() if isinstance(tensor, Tensor)}
+        _check_tokens(batch["tokens"], args.padded_vocab_size)
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -145,6 +128,17 @@ def _microbatch(data_iterator, vp_stage: int | None) -> dict[str, Tensor | None]
     )
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     return {name: batch.get(name) for name in _BATCH}
+
+
+def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """While they are still on the host; a lookup beyond the table would be a device-side assert on a GPU."""
+    low, high = tokens.aminmax()
+    if low < 0 or high >= vocab_size:
+        token = int(low if low < 0 else high)
+        raise UserError(
+            f"the data hold token {token} and the model has {vocab_size}: they were made with another tokenizer "
+            "or are damaged"
+        )
 
 
 def loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import argparse
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,12 +107,17 @@ def _explained(load: Callable) -> Callable:
 
     def load_checkpoint(*args, **kwargs):
         try:
-            iteration, flops = load(*args, **kwargs)
-            if iteration and get_args().rank == 0:
-                say(f"loaded checkpoint of iteration {iteration} from {get_args().load}")
-            return iteration, flops
+            result = load(*args, **kwargs)
+            _tell_loaded(get_args(), result[0])
+            return result
         except UserError:
             raise
+        except SystemExit as error:  # how Megatron ends without a checkpoint, or without the name of one
+            folder = get_args().load
+            raise UserError(
+                f"there is no checkpoint to load in {folder}: its latest_checkpointed_iteration.txt is missing or does "
+                f"not name an iteration{_advice(folder, sys.maxsize)}"
+            ) from error
         except AssertionError as error:  # how Megatron says that the checkpoint is another run's
             scheduler = "OptimizerParamScheduler" in str(error)
             hint = "; --override-opt-param-scheduler takes this run's learning-rate schedule" if scheduler else ""
@@ -127,6 +133,16 @@ def _explained(load: Callable) -> Callable:
             ) from error
 
     return load_checkpoint
+
+
+def _tell_loaded(args: argparse.Namespace, iteration: int) -> None:
+    found = checkpointing.get_loaded_iteration() or -1  # a finetuning run starts at iteration 0 all the same
+    if args.rank != 0 or not args.load:
+        return
+    if found > 0:
+        say(f"loaded checkpoint of iteration {found} from {args.load}")
+    elif not iteration:
+        say(f"no checkpoint in {args.load} yet: starting from random weights")
 
 
 def _advice(folder: str | None, failed: int) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 import socket
 import sys
 import traceback
@@ -104,7 +105,7 @@ def accepted(function: Callable, *args, **kwargs):
         return function(*args, **kwargs)
     except UserError:
         raise
-    except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, OSError, NotImplementedError) as error:
+    except Exception as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else _failed_condition(error)
         raise UserError(f"Megatron does not accept these flags: {reason}") from error
@@ -124,7 +125,10 @@ def _make_help_readable(parser: argparse.ArgumentParser) -> None:
 
 def _failed_condition(error: BaseException) -> str:
     line = str(traceback.extract_tb(error.__traceback__)[-1].line)
-    return f"this does not hold: {line.removeprefix('assert ')}"
+    condition = line.removeprefix("assert ")
+    if missing := re.fullmatch(r"args\.(\w+) is not None", condition):
+        return f"--{missing[1].replace('_', '-')} is missing"
+    return f"this does not hold: {condition}"
 
 
 def _with_suggestion(parser: argparse.ArgumentParser, message: str) -> str:

@@ -31,10 +31,13 @@ def run(argv: list[str]) -> None:
 
     from megatron_prores.megatron import gpt, progress, spec
     from megatron_prores.megatron.arguments import schedule_from_args, validate_prores_arguments
+    from megatron_prores.megatron.data_check import check_data
 
     gpt.refuse_unsupported(args)
     gpt.check_layout(args)
-    launch.accepted(gpt.check_data, args)
+    check_settings(args)
+    if screen.is_first_rank():  # one reader is enough; without it the others do not start
+        launch.accepted(check_data, args)
     validate_prores_arguments(args)
     schedule = schedule_from_args(args)
     _choose_spec(args, schedule.name)
@@ -53,6 +56,39 @@ def run(argv: list[str]) -> None:
         gpt.forward_step,
         get_embedding_ranks=gpt.embedding_ranks,
     )
+
+
+def check_settings(args) -> None:
+    """Refuse settings that Megatron stumbles over only in mid-run.
+
+    Raises:
+        UserError: names the flag.
+    """
+    if not args.train_iters and not args.train_samples and not args.skip_train:
+        raise UserError("the run has no length: give --train-iters or --train-samples")
+    if args.eval_iters and not args.eval_interval:
+        raise UserError("give --eval-interval N, 1 or more, or --eval-iters 0")
+    for name in ("log_interval", "tensorboard_log_interval"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
+    if not 0 < args.seed < 2**31:
+        raise UserError(f"--seed must be above 0 and below 2**31, not {args.seed}")
+    if args.transformer_impl == "local" and (args.fp8 or getattr(args, "fp4", None)):
+        raise UserError("fp8 and fp4 need Transformer Engine: --transformer-impl transformer_engine")
+    for name in ("save", "tensorboard_dir"):
+        _check_writable(name.replace("_", "-"), getattr(args, name))
+
+
+def _check_writable(flag: str, folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        probe = os.path.join(folder, f".writable-{os.getpid()}")
+        with open(probe, "w"):
+            os.unlink(probe)
+    except OSError as error:
+        raise UserError(f"--{flag} {folder} cannot be written ({error.strerror})") from error
 
 
 def _choose_spec(args, schedule: str) -> None:
@@ -78,7 +114,10 @@ def _tell_layout(args) -> None:
 
 
 def _tell_warmup(args, schedule) -> None:
-    note = describe_progress(schedule, args.train_iters) if args.train_iters else None
+    from megatron_prores.megatron.arguments import run_length
+
+    iterations = run_length(args)
+    note = describe_progress(schedule, iterations) if iterations else None
     if note and args.prores_strict:
         raise UserError(f"{note} (--prores-strict)")
     if note and screen.is_first_rank():
@@ -94,6 +133,10 @@ def exit_on_error(main: Callable[[], None]) -> None:
             traceback.print_exc()
         screen.complain(error)
         sys.exit(2)
+    except SystemExit as error:
+        if error.code in (16, 17):  # Megatron's, after it has checked a result twice
+            screen.complain(UserError(f"the loss or a gradient is NaN or infinite (exit code {error.code})"))
+        raise
     except KeyboardInterrupt:
         if screen.is_first_rank():
             screen.say("interrupted: the same command with --load continues from the last checkpoint")

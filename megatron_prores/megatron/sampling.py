@@ -50,7 +50,8 @@ class Sampling:
             raise UserError("the model's logits are not finite: this checkpoint's weights have diverged")
         if self.greedy:
             return int(logits.argmax())
-        logits, tokens = torch.sort(logits / self.temperature, descending=True, stable=True)
+        # Shifted, so that a tiny temperature gives -inf and not NaN.
+        logits, tokens = torch.sort((logits - logits.max()) / self.temperature, descending=True, stable=True)
         if self.top_k:
             logits = logits[: self.top_k]
         probabilities = torch.softmax(logits, dim=-1)

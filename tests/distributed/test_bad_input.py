@@ -60,7 +60,20 @@ MISTAKES = {
     ),
     "no Transformer Engine": (["--transformer-impl", "transformer_engine"], {}, ["Transformer Engine", "local"]),
     "multi-token prediction": (["--mtp-num-layers", "1"], {}, ["--mtp-num-layers"]),
-    "save without interval": (["--save", "checkpoint"], {}, ["save_interval"]),
+    "save without interval": (["--save", "checkpoint"], {}, ["--save-interval is missing"]),
+    "unwritable folder": (["--save", "/proc/checkpoint", "--save-interval", "2"], {}, ["--save /proc/checkpoint"]),
+    "no length": ([], {"train-iters": None}, ["--train-iters"]),
+    "interval of 0": (["--log-interval", "0"], {}, ["--log-interval", "0"]),
+    "seed below 0": (["--seed=-1"], {}, ["--seed", "-1"]),
+    "no validation data": ([], {"split": "1,0,0"}, ["no data to evaluate on", "--eval-iters 0"]),
+    "no validation document": ([], {"split": "99,1,0"}, ["--split 99,1,0", "no validation document of the"]),
+    "only validation data": (
+        [],
+        {"data-path": None, "split": None, "valid-data-path": ["x"]},
+        ["no data to train on", "--train-data-path"],
+    ),
+    "batch-size ramp-up": (["--rampup-batch-size", "2", "2", "16"], {}, ["--rampup-batch-size", "not supported"]),
+    "key that acts too early": ([], {"verbose": True}, ["verbose", "command line"]),
 }
 
 # Each mistake in a fork of one process that has Megatron imported: seconds for all instead of each.
