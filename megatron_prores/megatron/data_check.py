@@ -11,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_prores.errors import UserError
+from megatron_prores.megatron.damage import reason
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -67,7 +68,7 @@ def _documents(prefix: str) -> int:
         tokens = int(dataset.sequence_lengths.astype("int64").sum())
         expected = tokens * dataset.index.dtype_size
     except Exception as error:  # a file cut off or overwritten anywhere
-        raise UserError(f"{prefix}.idx is damaged ({str(error).splitlines()[0] if str(error) else error!r})") from error
+        raise UserError(f"{prefix}.idx is damaged ({reason(error)})") from error
     if os.path.getsize(prefix + ".bin") != expected:
         raise UserError(
             f"{prefix}.bin has {os.path.getsize(prefix + '.bin')} bytes and {prefix}.idx describes {expected}: "

@@ -108,7 +108,7 @@ def _microbatch(data_iterator, vp_stage: int | None) -> dict[str, Tensor | None]
     batch = {}
     if tp_rank == 0:
         batch = {name: tensor for name, tensor in next(data_iterator).items() if isinstance(tensor, Tensor)}
-        _check_tokens(batch["tokens"], args.padded_vocab_size)
+        _check_tokens(batch["tokens"], args.padded_vocab_size or args.vocab_size)
         batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
     batch = get_batch_on_this_tp_rank(
         batch,

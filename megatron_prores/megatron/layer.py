@@ -56,12 +56,12 @@ class ProResTransformerLayer(TransformerLayer):
         _refuse_unscaled_residuals(config, submodules, kwargs.get("is_mtp_layer", False))
         # Megatron shares one spec among layers and rewrites parts of it.
         super().__init__(config, copy.deepcopy(submodules), layer_number, *args, **kwargs)
-        self.coefficient = LayerCoefficient(self.layer_number, _device(config))
+        self.coefficient = LayerCoefficient(self.layer_number, _device())
         self.self_attn_bda = scaled_bias_dropout_add(self.coefficient)
         self.mlp_bda = scaled_bias_dropout_add(self.coefficient)
 
 
-def _device(config: TransformerConfig) -> torch.device | int:
+def _device() -> torch.device | int:
     # Training moves the model to this device even where it is initialised on the host or on "meta".
     return torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")
 
