@@ -105,6 +105,7 @@ SEAM = """
     stage = StageCoefficients(Schedule("linear", num_layers=3, warmup_steps=5), layers)
     adds = [scaled_bias_dropout_add(layer)(training=True, fused=True) for layer in layers]
     megatron = get_bias_dropout_add(training=True, fused=True)
+    torch.manual_seed(0)
     bias = torch.randn(17).bfloat16().requires_grad_()
     start = torch.randn(5, 3, 17).bfloat16().requires_grad_()
     x = torch.randn(5, 3, 17).bfloat16().requires_grad_()
@@ -123,7 +124,7 @@ SEAM = """
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
     assert not counters["graph_break"], counters["graph_break"]
     assert torch.equal(outputs[0][0], start) and not outputs[0][1].any() and not outputs[0][3].any()
-    assert len({output[0].sum().item() for output in outputs[:16]}) == 16
+    assert not any(torch.equal(outputs[step][0], outputs[step + 1][0]) for step in range(15))
     assert all(layer.value == 1 for layer in layers)
     for ours, theirs in zip(outputs[-1], run([megatron] * 3), strict=True):
         assert torch.equal(ours, theirs)
