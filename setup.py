@@ -69,7 +69,9 @@ class BuildExtension(build_ext):
             if ptx:
                 flags += ["-gencode", f"arch=compute_{name},code=compute_{name}"]
         if not flags:
-            sys.exit(f"error: TORCH_CUDA_ARCH_LIST={architectures!r} names no architecture: use, for example, '8.0;9.0'")
+            sys.exit(
+                f"error: TORCH_CUDA_ARCH_LIST={architectures!r} names no architecture: use, for example, '8.0;9.0'"
+            )
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / "cuda.o"

@@ -1,6 +1,5 @@
 """Which implementation of the operators runs: the fused one where it is built for the device, else plain torch."""
 
-import functools
 import re
 
 import torch
@@ -10,6 +9,7 @@ from megatron_prores.errors import UserError
 OPS = ("auto", "fused", "torch")
 
 _op = "auto"
+_reasons: dict[str, str | None] = {}
 
 
 def use_op(name: str) -> None:
@@ -37,9 +37,14 @@ def default_device_type() -> str:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def why_not_fused(device_type: str) -> str | None:
     """None where the fused operators can run on such a device, else the reason."""
+    if device_type not in _reasons:
+        _reasons[device_type] = _why_not_fused(device_type)
+    return _reasons[device_type]
+
+
+def _why_not_fused(device_type: str) -> str | None:
     try:
         from megatron_prores.ops import fused
     except ImportError as error:

@@ -48,7 +48,8 @@ def scaled_residual_rms_norm(
     residual_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`megatron_prores.ops.scaled_residual_rms_norm`, fused."""
-    if weight.dtype != x.dtype or x.dtype != residual.dtype == torch.float64:  # no kernel for these types
+    x = _branch(x, residual)
+    if weight.dtype != x.dtype:  # no kernel for these types
         stream = scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
         return stream, rms_norm(stream, weight, eps)
     x, residual, bias, rng = _prepare(x, residual, bias, prob if training else 0.0)
@@ -56,10 +57,14 @@ def scaled_residual_rms_norm(
     return stream, normed
 
 
-def _prepare(x: Tensor, residual: Tensor, bias: Tensor | None, prob: float):
+def _branch(x: Tensor, residual: Tensor) -> Tensor:
     # Kernels exist for equal types, and for a half-precision branch on a float32 stream.
-    if x.dtype != residual.dtype and (residual.dtype != torch.float32 or x.dtype == torch.float64):
-        x = x.to(residual.dtype)
+    half_on_float = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    return x if half_on_float else x.to(residual.dtype)
+
+
+def _prepare(x: Tensor, residual: Tensor, bias: Tensor | None, prob: float):
+    x = _branch(x, residual)
     if bias is not None:
         bias = bias.to(x.dtype).contiguous()
     rng = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device) if prob > 0.0 else None
@@ -115,7 +120,12 @@ def _save_norm(ctx, inputs, output):
 
 def _differentiate_norm(ctx, grad_stream, grad_normed, _):
     d_x, d_residual, d_bias, d_weight = _norm_backward(
-        grad_stream.contiguous(), grad_normed.contiguous(), *ctx.saved_tensors, ctx.prob, ctx.residual_scale, ctx.with_bias
+        grad_stream.contiguous(),
+        grad_normed.contiguous(),
+        *ctx.saved_tensors,
+        ctx.prob,
+        ctx.residual_scale,
+        ctx.with_bias,
     )
     return d_x, d_residual, None, d_bias if ctx.with_bias else None, None, d_weight, *[None] * 3
 
