@@ -4,7 +4,7 @@ import argparse
 
 from megatron_prores.errors import UserError
 from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, SCHEDULES, Schedule
-from megatron_prores.variants import INITS, NORMS
+from megatron_prores.variants import INITS, PLACEMENTS
 
 
 def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--prores-norm",
         default="pre",
-        choices=NORMS,
+        choices=tuple(PLACEMENTS),
         help="where a layer's norms sit, with and without ProRes: pre x + aF(N(x)) (default), post N(x + aF(x)), "
         "sandwich x + aN(F(N(x))), deepnorm N(Ax + aF(x)) with A = (2L)^(1/4), lns x + aF(N(x)/sqrt(l))",
     )
