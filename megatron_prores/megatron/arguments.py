@@ -4,6 +4,7 @@ import argparse
 
 from megatron_prores.errors import UserError
 from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, SCHEDULES, Schedule
+from megatron_prores.variants import INITS, PLACEMENTS
 
 
 def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -27,6 +28,21 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     length.add_argument(
         "--prores-warmup-fraction", type=float, metavar="F", help="instead of T: W as a fraction of the run"
+    )
+    group.add_argument(
+        "--prores-norm",
+        default="pre",
+        choices=tuple(PLACEMENTS),
+        help="where a layer's norms sit, with and without ProRes: pre x + aF(N(x)) (default), post N(x + aF(x)), "
+        "sandwich x + aN(F(N(x))), deepnorm N(Ax + aF(x)) with A = (2L)^(1/4), lns x + aF(N(x)/sqrt(l))",
+    )
+    group.add_argument(
+        "--prores-init",
+        choices=INITS,
+        help="initial weights, the same in every layout; s is --init-method-std. default: std s everywhere; "
+        "ds: output projections of layer l s/sqrt(2l); scaled: output projections s/sqrt(2L); deepnorm: Xavier with "
+        "gain (8L)^(-1/4), and 1 for queries and keys, in the layers. Without the flag: Megatron's own, and deepnorm "
+        "with --prores-norm deepnorm",
     )
     group.add_argument(
         "--prores-strict", action="store_true", help="refuse a warm-up that is longer than the run (default: a note)"
