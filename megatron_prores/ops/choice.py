@@ -31,6 +31,17 @@ def is_fused(device_type: str) -> bool:
     return _op != "torch" and why_not_fused(device_type) is None
 
 
+def describe_op(device_type: str) -> str:
+    """What runs on such a device, and why it is not the fused operators where those were not refused by choice."""
+    if _op == "torch":
+        return "plain torch (--prores-op torch)"
+    if why := why_not_fused(device_type):
+        return f"plain torch: {why}"
+    from megatron_prores.ops import fused
+
+    return f"fused, {fused.build_info()['instruction_set'] if device_type == 'cpu' else 'CUDA'}"
+
+
 def default_device_type() -> str:
     """Where a model trains on this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
