@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
     _section("extension")
     if fused is None:
-        _row("built", f"no: {reasons['cpu']}")
+        _row("loaded", f"no: {reasons['cpu']}")
     else:
         info = fused.build_info()
         _row("compiler", info["compiler"])
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
         _row("CUDA", f"{info['cuda_version']} for {info['cuda_architectures']}" if info["cuda_version"] else without)
 
     _section("devices")
-    _row("cpu", f"{cpu_name()}, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    _row("cpu", f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}")
     _row("CUDA of torch", torch.version.cuda or "none: a CPU build of torch")
     for line in notes:
         _row("", line)
@@ -115,7 +116,8 @@ def _gpu(index: int, built: str, runs_on) -> str:
     capability = torch.cuda.get_device_capability(index)
     memory = torch.cuda.get_device_properties(index).total_memory / 2**30
     runs = "the built code runs on it" if runs_on(built, capability) else "no code built for it"
-    return f"{torch.cuda.get_device_name(index)}, {capability[0]}.{capability[1]}, {memory:.0f} GiB; {runs}"
+    number = ".".join(map(str, capability))
+    return f"{torch.cuda.get_device_name(index)}, compute capability {number}, {memory:.0f} GiB; {runs}"
 
 
 def _path(reason: str | None, device: str, fused) -> str:
@@ -139,7 +141,9 @@ def _self_checks(paths: list) -> tuple[dict[str, list[str]], list[str]]:
         name = f"{device}, {'torch' if implementation.__name__.endswith('plain') else 'fused'}"
         wrong = {dtype: check(implementation, device, dtypes) for dtype, dtypes in _dtypes().items()}
         columns[name] = ["FAILED" if reason else "OK" for reason in wrong.values()]
-        failures += [f"{name}, {dtype}: {reason}" for dtype, reason in wrong.items() if reason]
+        for reason in dict.fromkeys(filter(None, wrong.values())):
+            dtypes = [dtype for dtype in wrong if wrong[dtype] == reason]
+            failures.append(f"{name}, {'all' if len(dtypes) == len(wrong) else ', '.join(dtypes)}: {reason}")
     return columns, failures
 
 

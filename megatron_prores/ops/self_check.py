@@ -35,15 +35,19 @@ def check(implementation: ModuleType, device: str, dtypes: tuple[torch.dtype, to
         None if all is well, else what is not.
     """
     try:
-        if wrong := _check_values(implementation, device, dtypes):
-            return wrong
-        with torch.random.fork_rng(), _one_thread():
-            return _check_dropout(implementation, device, dtypes)
+        # On busy cores, threads wait for each other far longer than such small tensors take.
+        gpus = [torch.cuda.current_device()] if device == "cuda" else []
+        with torch.random.fork_rng(gpus), _threads(1) as all_threads:
+            wrong = _check_values(implementation, device, dtypes, all_threads)
+            return wrong or _check_dropout(implementation, device, dtypes)
     except Exception as error:  # whatever it is, it belongs in the report
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
-def _check_values(implementation: ModuleType, device: str, dtypes: tuple[torch.dtype, torch.dtype]) -> str | None:
+def _check_values(
+    implementation: ModuleType, device: str, dtypes: tuple[torch.dtype, torch.dtype], threads: int
+) -> str | None:
+    """The operators with and without the norm, each by so many threads, against float64."""
     alpha = torch.tensor(_ALPHA, device=device)
 
     def add(x, residual, bias, weight):
@@ -57,10 +61,10 @@ def _check_values(implementation: ModuleType, device: str, dtypes: tuple[torch.d
     leaves, grads = _inputs(device, dtypes)
     for function, formula in ((add, _add), (add_norm, _add_norm)):
         wide = [tensor.double() for tensor in leaves], [grad.double() for grad in grads]
-        results = _run(function, leaves, grads)
-        with _one_thread():
-            same_dtype, truth = _run(formula, leaves, grads), _run(formula, *wide)
-        for name, exact in truth.items():
+        with _threads(threads):
+            results = _run(function, leaves, grads)
+        same_dtype = _run(formula, leaves, grads)
+        for name, exact in _run(formula, *wide).items():
             error, allowed = _off(results[name], exact), 2 * _off(same_dtype[name], exact)
             wider = torch.promote_types(results[name].dtype, torch.float32)
             allowed += 4 * torch.finfo(wider).eps * exact.abs().max().item()
@@ -70,14 +74,14 @@ def _check_values(implementation: ModuleType, device: str, dtypes: tuple[torch.d
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """On busy cores, threads wait for each other far longer than such small tensors take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _threads(count: int) -> Iterator[int]:
+    """torch's number of threads, until the end; gives what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        yield
+        yield before
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _inputs(device: str, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[list[Tensor], list[Tensor]]:
