@@ -43,7 +43,7 @@ def test_report():
     report = sections(done.stdout)
     assert report["versions"]["megatron_prores"].startswith(__version__)
     assert torch.__version__.startswith(report["versions"]["torch"])
-    assert "threads" in report["devices"]["cpu"]
+    assert "thread" in report["devices"]["cpu"]
     if choice.why_not_fused("cpu") is None:
         assert report["extension"]["torch headers"]
         assert report["operators with --prores-op auto"]["bfloat16 on float32"].startswith("fused (")
