@@ -7,7 +7,7 @@ TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 LAYOUTS = {
     "tp2 sequence parallel": (2, (*TP2, "--sequence-parallel")),
-    "pp2 fp32 residual": (2, (*PP2, "--fp32-residual-connection")),
+    "pp2 virtual stages": (2, (*PP2, "--num-layers-per-virtual-pipeline-stage", "1")),
     "tp2 full recompute": (
         2,
         (*TP2, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"),
