@@ -19,10 +19,14 @@ namespace prores {
 namespace {
 
 constexpr int width = 8;
-constexpr int norm_group = 4;  // rows that norm_backward works on at once
 constexpr int warp_size = 32;
-constexpr int add_rows = 4;  // rows of a thread of the add, where it has no sums to keep few
+constexpr int add_rows = 4;    // rows of a thread of the add, where it need not keep partial sums few
+constexpr int norm_group = 4;  // rows that a block of norm_backward works on at once
 constexpr int add_threads = 256, norm_threads = 512, sum_threads = 1024;
+
+// Blocks that share a multiprocessor's registers: two leave 64 to a thread, which float64 and scalar code exceed.
+template <class S, bool vector>
+constexpr int norm_blocks = vector && !std::is_same_v<S, double> ? 2 : 1;
 
 template <class S>
 using Accumulator = std::conditional_t<std::is_same_v<S, double>, double, float>;
@@ -33,36 +37,23 @@ struct alignas(16) Pack {
 };
 
 template <class T>
+constexpr int accesses = sizeof(Pack<T>) / sizeof(uint4);
+
+template <class T>
 __device__ Pack<T> filled(T value) {
     Pack<T> pack;
     for (T& element : pack.at) element = value;
     return pack;
 }
 
-// For what no thread writes while the kernel runs: these loads may overtake stores.
-template <class T, bool vector>
+// constant: no thread writes there while the kernel runs, so that the load may overtake stores.
+template <class T, bool vector, bool constant = true>
 __device__ Pack<T> load(const void* tensor, int64_t first, int64_t count) {
     const T* from = static_cast<const T*>(tensor) + first;
     Pack<T> pack;
     if constexpr (vector) {
-        for (int i = 0; i < sizeof(pack) / sizeof(uint4); ++i) {
-            reinterpret_cast<uint4*>(&pack)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-        }
-    } else {
-        for (int i = 0; i < width; ++i) pack.at[i] = i < count ? __ldg(from + i) : T(0.0f);
-    }
-    return pack;
-}
-
-// For what this thread has stored.
-template <class T, bool vector>
-__device__ Pack<T> reload(const void* tensor, int64_t first, int64_t count) {
-    const T* from = static_cast<const T*>(tensor) + first;
-    Pack<T> pack;
-    if constexpr (vector) {
-        for (int i = 0; i < sizeof(pack) / sizeof(uint4); ++i) {
-            reinterpret_cast<uint4*>(&pack)[i] = reinterpret_cast<const uint4*>(from)[i];
-        }
+        const uint4* source = reinterpret_cast<const uint4*>(from);
+        for (int i = 0; i < accesses<T>; ++i) reinterpret_cast<uint4*>(&pack)[i] = constant ? __ldg(source + i) : source[i];
     } else {
         for (int i = 0; i < width; ++i) pack.at[i] = i < count ? from[i] : T(0.0f);
     }
@@ -73,7 +64,7 @@ template <bool vector, class T>
 __device__ void store(void* tensor, int64_t first, int64_t count, const Pack<T>& pack) {
     T* to = static_cast<T*>(tensor) + first;
     if constexpr (vector) {
-        for (int i = 0; i < sizeof(pack) / sizeof(uint4); ++i) {
+        for (int i = 0; i < accesses<T>; ++i) {
             reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(&pack)[i];
         }
     } else {
@@ -105,15 +96,13 @@ struct Scales {
         return bits;
     }
 
-    // value = alpha * dropout(value), for elements [first, first + width).
+    // For elements [first, first + width), which may take their bits from two counters where rows are not aligned.
     template <bool vector>
-    __device__ void branch(Pack<Acc>& value, uint64_t first) const {
-        if (dropout) {
-            uint32_t bits = kept(first / width);
-            if (!vector && first % width) bits = (bits | kept(first / width + 1) << width) >> first % width;
-            for (int i = 0; i < width; ++i) value.at[i] = bits >> i & 1 ? keep * value.at[i] : Acc(0);
-        }
-        for (int i = 0; i < width; ++i) value.at[i] *= alpha;
+    __device__ void drop(Pack<Acc>& value, uint64_t first) const {
+        if (!dropout) return;
+        uint32_t bits = kept(first / width);
+        if (!vector && first % width) bits = (bits | kept(first / width + 1) << width) >> first % width;
+        for (int i = 0; i < width; ++i) value.at[i] = bits >> i & 1 ? keep * value.at[i] : Acc(0);
     }
 };
 
@@ -124,13 +113,15 @@ __device__ Pack<X> load_bias(const void* bias, int64_t column, int64_t count) {
 }
 
 template <bool vector, class X, class S, class Acc>
-__device__ Pack<S> add(const Pack<X>& x, const Pack<X>& bias, const Pack<S>& residual, const Scales<Acc>& scales,
-                       int64_t first) {
+__device__ Pack<S> scaled_add(const Pack<X>& x, const Pack<X>& bias, const Pack<S>& residual,
+                              const Scales<Acc>& scales, int64_t first) {
     Pack<Acc> branch;
     for (int i = 0; i < width; ++i) branch.at[i] = Acc(x.at[i]) + Acc(bias.at[i]);
-    scales.template branch<vector>(branch, first);
+    scales.template drop<vector>(branch, first);
     Pack<S> out;
-    for (int i = 0; i < width; ++i) out.at[i] = S(scales.residual * Acc(residual.at[i]) + branch.at[i]);
+    for (int i = 0; i < width; ++i) {  // fma by name: both kernels that add round alike
+        out.at[i] = S(fma(scales.alpha, branch.at[i], scales.residual * Acc(residual.at[i])));
+    }
     return out;
 }
 
@@ -143,10 +134,14 @@ __device__ void add_gradients(Pack<Acc> grad, void* d_x, void* d_residual, Pack<
         for (int i = 0; i < width; ++i) scaled.at[i] = S(scales.residual * grad.at[i]);
         store<vector>(d_residual, first, count, scaled);
     }
-    scales.template branch<vector>(grad, first);
-    Pack<X> rounded;
-    for (int i = 0; i < width; ++i) rounded.at[i] = X(grad.at[i]), d_bias.at[i] += grad.at[i];
-    store<vector>(d_x, first, count, rounded);
+    scales.template drop<vector>(grad, first);
+    Pack<X> scaled;
+    for (int i = 0; i < width; ++i) {
+        const Acc value = scales.alpha * grad.at[i];
+        scaled.at[i] = X(value);
+        d_bias.at[i] += value;
+    }
+    store<vector>(d_x, first, count, scaled);
 }
 
 // Where a thread of the add works: in the same columns, down the rows of one chunk.
@@ -163,23 +158,23 @@ struct Place {
 
 template <class X, class S, bool vector>
 __global__ void __launch_bounds__(add_threads)
-add_forward(const AddForward add_, const Scaling scaling, const Shape shape, int64_t chunk_rows) {
+add_forward(const AddForward add, const Scaling scaling, const Shape shape, int64_t chunk_rows) {
     const Place place(shape, chunk_rows);
     if (place.empty()) return;
     const Scales<Accumulator<S>> scales(scaling);
-    const auto bias = load_bias<X, vector>(add_.bias, place.column, place.count);
+    const auto bias = load_bias<X, vector>(add.bias, place.column, place.count);
 #pragma unroll 1
     for (int64_t row = place.begin; row < place.end; ++row) {
         const int64_t at = row * shape.hidden + place.column;
-        const auto x = load<X, vector>(add_.x, at, place.count);
-        const auto residual = load<S, vector>(add_.residual, at, place.count);
-        store<vector>(add_.out, at, place.count, add<vector>(x, bias, residual, scales, at));
+        const auto x = load<X, vector>(add.x, at, place.count);
+        const auto residual = load<S, vector>(add.residual, at, place.count);
+        store<vector>(add.out, at, place.count, scaled_add<vector>(x, bias, residual, scales, at));
     }
 }
 
 template <class X, class S, bool vector>
 __global__ void __launch_bounds__(add_threads)
-add_backward(const AddBackward add_, const Scaling scaling, const Shape shape, int64_t chunk_rows) {
+add_backward(const AddBackward add, const Scaling scaling, const Shape shape, int64_t chunk_rows) {
     using Acc = Accumulator<S>;
     const Place place(shape, chunk_rows);
     if (place.empty()) return;
@@ -188,12 +183,12 @@ add_backward(const AddBackward add_, const Scaling scaling, const Shape shape, i
 #pragma unroll 1
     for (int64_t row = place.begin; row < place.end; ++row) {
         const int64_t at = row * shape.hidden + place.column;
-        const auto narrow = load<S, vector>(add_.grad, at, place.count);
+        const auto narrow = load<S, vector>(add.grad, at, place.count);
         Pack<Acc> grad;
         for (int i = 0; i < width; ++i) grad.at[i] = Acc(narrow.at[i]);
-        add_gradients<X, S, vector>(grad, add_.d_x, add_.d_residual, d_bias, scales, at, place.count);
+        add_gradients<X, S, vector>(grad, add.d_x, add.d_residual, d_bias, scales, at, place.count);
     }
-    if (add_.partial) store<vector>(add_.partial, place.chunk * shape.hidden + place.column, place.count, d_bias);
+    if (add.partial) store<vector>(add.partial, place.chunk * shape.hidden + place.column, place.count, d_bias);
 }
 
 // The block's sums, in shared memory, until the next call. Their order depends on the block's size only.
@@ -220,7 +215,7 @@ __device__ const Acc* block_sum(const Acc (&value)[n]) {
 
 // A block takes a row at a time.
 template <class X, class S, bool vector>
-__global__ void __launch_bounds__(norm_threads)
+__global__ void __launch_bounds__(norm_threads, norm_blocks<S, vector>)
 norm_forward(const NormForward norm, const Scaling scaling, const Shape shape) {
     using Acc = Accumulator<S>;
     const Scales<Acc> scales(scaling);
@@ -232,7 +227,7 @@ norm_forward(const NormForward norm, const Scaling scaling, const Shape shape) {
             const int64_t at = row * shape.hidden + column, count = shape.hidden - column;
             const auto x = load<X, vector>(norm.add.x, at, count);
             const auto residual = load<S, vector>(norm.add.residual, at, count);
-            stream = add<vector>(x, load_bias<X, vector>(norm.add.bias, column, count), residual, scales, at);
+            stream = scaled_add<vector>(x, load_bias<X, vector>(norm.add.bias, column, count), residual, scales, at);
             store<vector>(norm.add.out, at, count, stream);
             for (int i = 0; i < width; ++i) {
                 if (vector || i < count) squares[0] += Acc(stream.at[i]) * Acc(stream.at[i]);
@@ -242,7 +237,7 @@ norm_forward(const NormForward norm, const Scaling scaling, const Shape shape) {
         if (threadIdx.x == 0) static_cast<Acc*>(norm.rstd)[row] = rstd;
         for (int64_t column = begin; column < shape.hidden; column += stride) {
             const int64_t at = row * shape.hidden + column, count = shape.hidden - column;
-            if (stride < shape.hidden) stream = reload<S, vector>(norm.add.out, at, count);  // else: still here
+            if (stride < shape.hidden) stream = load<S, vector, false>(norm.add.out, at, count);  // else: still here
             const auto weight = load<X, vector>(norm.weight, column, count);
             Pack<X> normed;
             for (int i = 0; i < width; ++i) normed.at[i] = X(Acc(stream.at[i]) * rstd * Acc(weight.at[i]));
@@ -255,7 +250,7 @@ norm_forward(const NormForward norm, const Scaling scaling, const Shape shape) {
 // the cache, their gradients. The sums over rows grow in `partial`, where every column belongs to one thread: a row of
 // any size fits, and a group touches them once.
 template <class X, class S, bool vector>
-__global__ void __launch_bounds__(norm_threads, vector && !std::is_same_v<S, double> ? 2 : 1)  // 2: 64 registers
+__global__ void __launch_bounds__(norm_threads, norm_blocks<S, vector>)
 norm_backward(const NormBackward norm, const Scaling scaling, const Shape shape, int64_t chunk_rows) {
     using Acc = Accumulator<S>;
     const Scales<Acc> scales(scaling);
@@ -283,8 +278,8 @@ norm_backward(const NormBackward norm, const Scaling scaling, const Shape shape,
             const auto weight = load<X, vector>(norm.weight, column, count);
             Pack<Acc> d_weight = filled(Acc(0)), d_bias = d_weight;
             if (row != first_row) {
-                d_weight = reload<Acc, vector>(norm.partial, sum_at, count);
-                if (norm.d_bias) d_bias = reload<Acc, vector>(norm.partial, bias_at, count);
+                d_weight = load<Acc, vector, false>(norm.partial, sum_at, count);
+                if (norm.d_bias) d_bias = load<Acc, vector, false>(norm.partial, bias_at, count);
             }
 #pragma unroll 1
             for (int k = 0; k < norm_group; ++k) {
@@ -380,7 +375,9 @@ int dispatch(const Shape& shape, std::initializer_list<const void*> pointers, Ca
     const bool vector = shape.hidden % width == 0 && std::all_of(pointers.begin(), pointers.end(), [](const void* p) {
                             return reinterpret_cast<uintptr_t>(p) % sizeof(uint4) == 0;
                         });
-    const auto with = [&](auto types) { return vector ? call(types, std::true_type()) : call(types, std::false_type()); };
+    const auto with = [&](auto types) {
+        return vector ? call(types, std::true_type()) : call(types, std::false_type());
+    };
     const auto is = [&](Dtype x, Dtype stream) { return shape.x == x && shape.stream == stream; };
     if (is(Dtype::float32, Dtype::float32)) return with(Types<float, float>());
     if (is(Dtype::float64, Dtype::float64)) return with(Types<double, double>());
