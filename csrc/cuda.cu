@@ -53,7 +53,9 @@ __device__ Pack<T> load(const void* tensor, int64_t first, int64_t count) {
     Pack<T> pack;
     if constexpr (vector) {
         const uint4* source = reinterpret_cast<const uint4*>(from);
-        for (int i = 0; i < accesses<T>; ++i) reinterpret_cast<uint4*>(&pack)[i] = constant ? __ldg(source + i) : source[i];
+        for (int i = 0; i < accesses<T>; ++i) {
+            reinterpret_cast<uint4*>(&pack)[i] = constant ? __ldg(source + i) : source[i];
+        }
     } else {
         for (int i = 0; i < width; ++i) pack.at[i] = i < count ? from[i] : T(0.0f);
     }
@@ -188,7 +190,7 @@ add_backward(const AddBackward add, const Scaling scaling, const Shape shape, in
         for (int i = 0; i < width; ++i) grad.at[i] = Acc(narrow.at[i]);
         add_gradients<X, S, vector>(grad, add.d_x, add.d_residual, d_bias, scales, at, place.count);
     }
-    if (add.partial) store<vector>(add.partial, place.chunk * shape.hidden + place.column, place.count, d_bias);
+    if (add.d_bias) store<vector>(add.partial, place.chunk * shape.hidden + place.column, place.count, d_bias);
 }
 
 // The block's sums, in shared memory, until the next call. Their order depends on the block's size only.
@@ -325,14 +327,12 @@ sum_chunks(const Acc* partial, X* first, X* second, int64_t chunks, int64_t hidd
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t packs(const Shape& shape) { return ceil_div(shape.hidden, width); }
-
-bool empty(const Shape& shape) { return shape.rows == 0 || shape.hidden == 0; }
+int64_t packs(const Shape& shape) { return std::max<int64_t>(ceil_div(shape.hidden, width), 1); }
 
 // Enough chunks to fill the GPUs of today, few enough for their sums to take little time and memory; whole groups.
 int64_t chunk_rows(const Shape& shape) {
     const int64_t chunks = std::clamp<int64_t>((1 << 17) / packs(shape), 256, 1024);
-    return ceil_div(ceil_div(shape.rows, chunks), norm_group) * norm_group;
+    return ceil_div(std::max<int64_t>(shape.rows, 1), chunks * norm_group) * norm_group;
 }
 
 // Threads for one row: whole warps, at most `most`, that come around to it equally often.
@@ -343,6 +343,7 @@ int row_threads(const Shape& shape, int most) {
 
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, void* stream, const Arguments&... arguments) {
+    if (grid.x == 0) return cudaSuccess;  // no rows
     kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
     return cudaGetLastError();
 }
@@ -355,6 +356,7 @@ int launch_add(void (*kernel)(Parameters...), const Tensors& add, const Scaling&
     return launch(kernel, grid, block, stream, add, scaling, shape, chunk_rows);
 }
 
+// Zeros where there are no rows.
 template <class X, class S>
 int launch_sum(const void* partial, void* first, void* second, const Shape& shape, void* stream) {
     using Acc = Accumulator<S>;
@@ -363,28 +365,22 @@ int launch_sum(const void* partial, void* first, void* second, const Shape& shap
                   static_cast<X*>(second), prores_cuda_chunks(&shape), shape.hidden);
 }
 
-template <class X_, class S_>
-struct Types {
-    using X = X_;
-    using S = S_;
-};
-
-// call(Types, std::bool_constant<vector>), for the shape's types and these pointers; a null pointer counts as aligned.
+// call(X(), S(), std::bool_constant<vector>()), as the types and the pointers want it. Null counts as aligned.
 template <class Call>
 int dispatch(const Shape& shape, std::initializer_list<const void*> pointers, Call call) {
-    const bool vector = shape.hidden % width == 0 && std::all_of(pointers.begin(), pointers.end(), [](const void* p) {
-                            return reinterpret_cast<uintptr_t>(p) % sizeof(uint4) == 0;
-                        });
-    const auto with = [&](auto types) {
-        return vector ? call(types, std::true_type()) : call(types, std::false_type());
+    if (shape.hidden == 0) return cudaSuccess;
+    const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; };
+    const bool vector = shape.hidden % width == 0 && std::all_of(pointers.begin(), pointers.end(), aligned);
+    const auto with = [&](auto x, auto s) {
+        return vector ? call(x, s, std::true_type()) : call(x, s, std::false_type());
     };
     const auto is = [&](Dtype x, Dtype stream) { return shape.x == x && shape.stream == stream; };
-    if (is(Dtype::float32, Dtype::float32)) return with(Types<float, float>());
-    if (is(Dtype::float64, Dtype::float64)) return with(Types<double, double>());
-    if (is(Dtype::bfloat16, Dtype::bfloat16)) return with(Types<__nv_bfloat16, __nv_bfloat16>());
-    if (is(Dtype::bfloat16, Dtype::float32)) return with(Types<__nv_bfloat16, float>());
-    if (is(Dtype::float16, Dtype::float16)) return with(Types<__half, __half>());
-    if (is(Dtype::float16, Dtype::float32)) return with(Types<__half, float>());
+    if (is(Dtype::float32, Dtype::float32)) return with(float(), float());
+    if (is(Dtype::float64, Dtype::float64)) return with(double(), double());
+    if (is(Dtype::bfloat16, Dtype::bfloat16)) return with(__nv_bfloat16(), __nv_bfloat16());
+    if (is(Dtype::bfloat16, Dtype::float32)) return with(__nv_bfloat16(), float());
+    if (is(Dtype::float16, Dtype::float16)) return with(__half(), __half());
+    if (is(Dtype::float16, Dtype::float32)) return with(__half(), float());
     return cudaErrorInvalidValue;
 }
 
@@ -393,60 +389,48 @@ int dispatch(const Shape& shape, std::initializer_list<const void*> pointers, Ca
 
 using namespace prores;
 
-int64_t prores_cuda_chunks(const Shape* shape) {
-    return empty(*shape) ? 0 : ceil_div(shape->rows, chunk_rows(*shape));
-}
+int64_t prores_cuda_chunks(const Shape* shape) { return ceil_div(shape->rows, chunk_rows(*shape)); }
 
 const char* prores_cuda_error(int result) { return cudaGetErrorString(static_cast<cudaError_t>(result)); }
 
 int prores_cuda_add_forward(const AddForward* add, const Scaling* scaling, const Shape* shape, void* stream) {
-    if (empty(*shape)) return cudaSuccess;
-    return dispatch(*shape, {add->x, add->residual, add->bias, add->out}, [&](auto types, auto vector) {
-        using T = decltype(types);
-        return launch_add(add_forward<typename T::X, typename T::S, vector>, *add, *scaling, *shape, add_rows, stream);
+    return dispatch(*shape, {add->x, add->residual, add->bias, add->out}, [&](auto x, auto s, auto vector) {
+        const auto kernel = add_forward<decltype(x), decltype(s), vector>;
+        return launch_add(kernel, *add, *scaling, *shape, add_rows, stream);
     });
 }
 
 int prores_cuda_add_backward(const AddBackward* add, const Scaling* scaling, const Shape* shape, void* stream) {
-    if (shape->hidden == 0) return cudaSuccess;
-    return dispatch(*shape, {add->grad, add->d_x, add->d_residual, add->partial}, [&](auto types, auto vector) {
-        using X = typename decltype(types)::X;
-        using S = typename decltype(types)::S;
-        int result = cudaSuccess;
-        if (!empty(*shape)) {
-            const int64_t rows = add->d_bias ? chunk_rows(*shape) : add_rows;
-            result = launch_add(add_backward<X, S, vector>, *add, *scaling, *shape, rows, stream);
-        }
+    return dispatch(*shape, {add->grad, add->d_x, add->d_residual, add->partial}, [&](auto x, auto s, auto vector) {
+        using X = decltype(x);
+        using S = decltype(s);
+        const int64_t rows = add->d_bias ? chunk_rows(*shape) : add_rows;
+        const int result = launch_add(add_backward<X, S, vector>, *add, *scaling, *shape, rows, stream);
         if (result != cudaSuccess || !add->d_bias) return result;
         return launch_sum<X, S>(add->partial, add->d_bias, nullptr, *shape, stream);
     });
 }
 
 int prores_cuda_norm_forward(const NormForward* norm, const Scaling* scaling, const Shape* shape, void* stream) {
-    if (empty(*shape)) return cudaSuccess;
     const AddForward& add = norm->add;
-    const auto pointers = {add.x, add.residual, add.bias, static_cast<const void*>(add.out), norm->weight,
-                           static_cast<const void*>(norm->normed)};
-    return dispatch(*shape, pointers, [&](auto types, auto vector) {
-        using T = decltype(types);
-        const dim3 grid(std::min<int64_t>(shape->rows, INT_MAX)), block(row_threads(*shape, norm_threads));
-        return launch(norm_forward<typename T::X, typename T::S, vector>, grid, block, stream, *norm, *scaling, *shape);
+    const std::initializer_list<const void*> pointers = {add.x,   add.residual, add.bias,
+                                                         add.out, norm->weight, norm->normed};
+    return dispatch(*shape, pointers, [&](auto x, auto s, auto vector) {
+        const auto kernel = norm_forward<decltype(x), decltype(s), vector>;
+        const dim3 grid(std::min<int64_t>(shape->rows, INT_MAX));
+        return launch(kernel, grid, row_threads(*shape, norm_threads), stream, *norm, *scaling, *shape);
     });
 }
 
 int prores_cuda_norm_backward(const NormBackward* norm, const Scaling* scaling, const Shape* shape, void* stream) {
-    if (shape->hidden == 0) return cudaSuccess;
     const std::initializer_list<const void*> pointers = {norm->grad_stream, norm->grad_normed, norm->stream,
                                                          norm->weight, norm->d_x, norm->d_residual, norm->partial};
-    return dispatch(*shape, pointers, [&](auto types, auto vector) {
-        using X = typename decltype(types)::X;
-        using S = typename decltype(types)::S;
-        int result = cudaSuccess;
-        if (!empty(*shape)) {
-            const dim3 grid(prores_cuda_chunks(shape)), block(row_threads(*shape, norm_threads));
-            result = launch(norm_backward<X, S, vector>, grid, block, stream, *norm, *scaling, *shape,
-                            chunk_rows(*shape));
-        }
+    return dispatch(*shape, pointers, [&](auto x, auto s, auto vector) {
+        using X = decltype(x);
+        using S = decltype(s);
+        const int result = launch(norm_backward<X, S, vector>, prores_cuda_chunks(shape),
+                                  row_threads(*shape, norm_threads), stream, *norm, *scaling, *shape,
+                                  chunk_rows(*shape));
         if (result != cudaSuccess) return result;
         return launch_sum<X, S>(norm->partial, norm->d_weight, norm->d_bias, *shape, stream);
     });
