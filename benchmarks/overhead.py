@@ -1,53 +1,56 @@
-"""Seconds per training step with ProRes against stock Megatron, paired in one run.
+"""Seconds per training step with ProRes against stock Megatron, in turns within one run.
 
     python benchmarks/overhead.py --config configs/megatron/quickstart.yaml --mock-data \
         --tokenizer-type NullTokenizer --vocab-size 4095 --train-iters 244 [--csv overhead.csv]
+    python benchmarks/overhead.py --config benchmarks/gpt_12x512.yaml --ops fused,torch --train-iters 90
 
-Megatron's own trainer trains one model and takes every step either with ProRes (alpha set, branches scaled) or as
-stock Megatron does it (its bias-dropout-add, no driver), in the order A B B A, so that both see the same weights,
-memory and drift of the machine. Takes all flags of the entry point; runs on the host, on a GPU, and under torchrun.
+Megatron's own trainer trains one model and takes every step either as stock Megatron does it (its bias-dropout-add, no
+driver) or with ProRes (alpha set, branches scaled) by one of --ops, which default to --prores-op; in the order
+A B C C B A, so that all see the same weights, memory and drift of the machine. Takes all flags of the entry point; runs
+on the host, on a GPU, and under torchrun.
 """
 
-import csv
-import os
-import platform
 import statistics
 import sys
 import time
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
+import results
 import torch
 
-from megatron_prores import __version__
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import launch, pretrain_gpt, screen
+from megatron_prores.ops.choice import use_op
 
-WARM_UP_STEPS = 4
+WARM_UP_SWEEPS = 2
 """Left out: allocation and compilation."""
+STOCK = "stock"
 
 
-class PairedSteps:
-    """Stands in for Megatron's `train_step` and times it in both ways."""
+class StepsInTurns:
+    """Stands in for Megatron's `train_step` and times it in every way."""
 
-    def __init__(self, train_step):
+    def __init__(self, train_step, ops: list[str]):
         self.with_prores, self.stock = train_step, train_step.__wrapped__
-        self.seconds: list[tuple[str, float]] = []
+        self.ways = [STOCK, *ops]
+        self.seconds: list[dict[str, float]] = []  # of each way, sweep by sweep
         self._prores_bda = None
 
     def __call__(self, forward_step, data, model, *args, **kwargs):
-        which = "prores" if len(self.seconds) % 4 in (0, 3) else "stock"
-        self._use(which, model)
+        if not self.seconds or len(self.seconds[-1]) == len(self.ways):
+            self.seconds.append({})
+        sweep = self.seconds[-1]
+        order = self.ways if len(self.seconds) % 2 else self.ways[::-1]
+        way = order[len(sweep)]
+        self._use(way, model)
         _synchronize()
         start = time.perf_counter()
-        step = self.with_prores if which == "prores" else self.stock
+        step = self.stock if way == STOCK else self.with_prores
         result = step(forward_step, data, model, *args, **kwargs)
         _synchronize()
-        self.seconds.append((which, time.perf_counter() - start))
+        sweep[way] = time.perf_counter() - start
         return result
 
-    def _use(self, which: str, model) -> None:
+    def _use(self, way: str, model) -> None:
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
         from megatron_prores.megatron.layer import ProResTransformerLayer
@@ -56,15 +59,13 @@ class PairedSteps:
         if self._prores_bda is None:
             self._prores_bda = [(layer.self_attn_bda, layer.mlp_bda) for layer in layers]
         for layer, bda in zip(layers, self._prores_bda, strict=True):
-            layer.self_attn_bda, layer.mlp_bda = (
-                bda if which == "prores" else (get_bias_dropout_add, get_bias_dropout_add)
-            )
+            layer.self_attn_bda, layer.mlp_bda = (get_bias_dropout_add, get_bias_dropout_add) if way == STOCK else bda
+        if way != STOCK:
+            use_op(way)
 
-    def ratios(self) -> list[float]:
-        """ProRes over stock, for every two neighbouring steps of different kind."""
-        timed = self.seconds[WARM_UP_STEPS:]
-        pairs = [timed[i : i + 2] for i in range(0, len(timed) - 1, 2)]
-        return [dict(pair)["prores"] / dict(pair)["stock"] for pair in pairs]
+    def timed(self) -> list[dict[str, float]]:
+        """The sweeps that count."""
+        return [sweep for sweep in self.seconds[WARM_UP_SWEEPS:] if len(sweep) == len(self.ways)]
 
 
 def _synchronize() -> None:
@@ -72,73 +73,75 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def report(steps: PairedSteps, csv_path: str | None) -> None:
-    """Print medians and the ratio; append a row to the CSV file."""
+def report(steps: StepsInTurns, csv_path: str | None) -> None:
+    """Print medians and ratios; append a row for each of --ops to the CSV file."""
     from megatron.training import get_args
 
     args = get_args()
     if args.rank != 0:
         return
-    ratios = steps.ratios()
-    if len(ratios) < 2:
-        raise UserError(f"too few steps to compare: give --train-iters {WARM_UP_STEPS + 40} or more")
-    medians = {
-        which: statistics.median(s for kind, s in steps.seconds[WARM_UP_STEPS:] if kind == which)
-        for which in ("prores", "stock")
-    }
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    screen.say(
-        f"\nstock {medians['stock'] * 1e3:.2f} ms, ProRes {medians['prores'] * 1e3:.2f} ms a step (medians); "
-        f"ratio {middle:.4f}, quartiles {low:.4f} to {high:.4f}, {len(ratios)} pairs"
-    )
-    row = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
-        "processes": args.world_size,
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "pipeline_parallel": args.pipeline_model_parallel_size,
-        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "layers": args.num_layers,
-        "hidden": args.hidden_size,
-        "sequence": args.seq_length,
-        "micro_batch": args.micro_batch_size,
-        "global_batch": args.global_batch_size,
-        "pairs": len(ratios),
-        "stock_ms": f"{medians['stock'] * 1e3:.3f}",
-        "prores_ms": f"{medians['prores'] * 1e3:.3f}",
-        "ratio_median": f"{middle:.4f}",
-        "ratio_q1": f"{low:.4f}",
-        "ratio_q3": f"{high:.4f}",
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-        "megatron_prores": __version__,
-        "python": platform.python_version(),
-    }
+    timed = steps.timed()
+    if len(timed) < 2:
+        raise UserError(f"too few steps to compare: give --train-iters {22 * len(steps.ways)} or more")
+    machine = results.machine("cuda" if torch.cuda.is_available() else "cpu")
+    medians = {way: statistics.median(sweep[way] for sweep in timed) * 1e3 for way in steps.ways}
+    screen.say(f"\nstock {medians[STOCK]:.2f} ms a step (median of {len(timed)})")
+    rows = []
+    for op in steps.ways[1:]:
+        low, middle, high = results.quartiles([sweep[op] / sweep[STOCK] for sweep in timed])
+        screen.say(
+            f"ProRes, {op}: {medians[op]:.2f} ms; ratio {middle:.4f}, quartiles {low:.4f} to {high:.4f}, "
+            f"{len(timed)} pairs"
+        )
+        rows.append(
+            {
+                "date": machine["date"],
+                "device": machine["device"],
+                "processes": args.world_size,
+                "tensor_parallel": args.tensor_model_parallel_size,
+                "pipeline_parallel": args.pipeline_model_parallel_size,
+                "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+                "layers": args.num_layers,
+                "hidden": args.hidden_size,
+                "sequence": args.seq_length,
+                "micro_batch": args.micro_batch_size,
+                "global_batch": args.global_batch_size,
+                "hidden_dropout": args.hidden_dropout,
+                "op": op,
+                "pairs": len(timed),
+                "stock_ms": f"{medians[STOCK]:.3f}",
+                "prores_ms": f"{medians[op]:.3f}",
+                "ratio_median": f"{middle:.4f}",
+                "ratio_q1": f"{low:.4f}",
+                "ratio_q3": f"{high:.4f}",
+                "torch": machine["torch"],
+                "megatron_core": machine["megatron_core"],
+                "megatron_prores": machine["megatron_prores"],
+                "python": machine["python"],
+            }
+        )
     if csv_path:
-        path = Path(csv_path)
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        results.append(csv_path, rows)
         screen.say(f"appended to {csv_path}")
 
 
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':')[1].strip()} ({os.cpu_count()} cores)"
-    return platform.processor()
+def _take(argv: list[str], flag: str) -> str | None:
+    """Remove an own flag and its value from the command line."""
+    if flag not in argv:
+        return None
+    at = argv.index(flag)
+    if at + 1 == len(argv):
+        raise UserError(f"{flag} needs a value")
+    value = argv[at + 1]
+    del argv[at : at + 2]
+    return value
 
 
 def main() -> None:
     argv = sys.argv[1:]
-    csv_path = None
-    if "--csv" in argv:
-        at = argv.index("--csv")
-        csv_path = argv[at + 1]
-        del argv[at : at + 2]
+    csv_path, ops = _take(argv, "--csv"), _take(argv, "--ops")
+    for op in ops.split(",") if ops else []:
+        use_op(op)  # says what it cannot use
     parse = launch.parse
     steps = None
 
@@ -147,7 +150,8 @@ def main() -> None:
         parsed = parse(*args, **kwargs)
         from megatron.training import training  # only now may Megatron be imported
 
-        steps = training.train_step = PairedSteps(training.train_step)
+        steps = StepsInTurns(training.train_step, ops.split(",") if ops else [parsed.prores_op])
+        training.train_step = steps
         return parsed
 
     launch.parse = parse_and_time
