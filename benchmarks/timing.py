@@ -1,5 +1,6 @@
 """Times functions in turns, so that drift of the machine and its caches hit all alike."""
 
+import collections
 import gc
 import os
 import random
@@ -114,10 +115,8 @@ class Watch:
         }
 
     def others(self) -> dict[str, float]:
-        """Name and share of a core of each process above `BUSY`."""
-        wall = time.perf_counter() - self.started
-        shares = {
-            name: (seconds - self.before.get((pid, name), 0.0)) / wall
-            for (pid, name), seconds in sorted(self._seconds().items(), key=lambda item: item[1])
-        }
+        """Share of a core of each program above `BUSY`."""
+        wall, shares = time.perf_counter() - self.started, collections.Counter()
+        for (pid, name), seconds in self._seconds().items():
+            shares[name] += (seconds - self.before.get((pid, name), 0.0)) / wall
         return {name: share for name, share in shares.items() if share > BUSY}
