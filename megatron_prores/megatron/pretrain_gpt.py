@@ -68,6 +68,8 @@ def check_settings(args) -> None:
         raise UserError("the run has no length: give --train-iters or --train-samples")
     if args.eval_iters and not args.eval_interval:
         raise UserError("give --eval-interval N, 1 or more, or --eval-iters 0")
+    if not args.eval_interval:  # Megatron divides by it even where nothing is evaluated
+        args.eval_interval = 1
     for name in ("log_interval", "tensorboard_log_interval"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
