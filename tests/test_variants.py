@@ -3,6 +3,7 @@
 import argparse
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -471,6 +472,40 @@ def test_which_initialisation_a_run_has():
     assert weights_from_args(parse("--prores-norm", "deepnorm", "--prores-schedule", "none")).init == "deepnorm"
     assert weights_from_args(parse("--prores-norm", "deepnorm", "--prores-init", "scaled")).init == "scaled"
     assert weights_from_args(argparse.Namespace()) is None  # stock
+
+
+def test_the_trainer_starts_from_them_unless_it_loads_a_checkpoint(monkeypatch, tmp_path):
+    """Both ways in which Megatron's trainer is told how to build the model."""
+    args = parse("--prores-init", "ds", rank=1, load=str(tmp_path), pretrained_checkpoint=None)
+    monkeypatch.setattr(initial, "get_args", lambda: args)
+
+    def setup_model_and_optimizer(model_type, model_provider_func=None, *, cfg_container=None):
+        if cfg_container is None:
+            return model_provider_func()
+        [model] = [wide_model(None)]
+        for hook in cfg_container.model.pre_wrap_hooks:
+            [model] = hook([model])
+        return model
+
+    monkeypatch.setattr(initial.training, "setup_model_and_optimizer", setup_model_and_optimizer)
+    initial.install()
+    initial.install()
+
+    def built():
+        container = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
+        yield initial.training.setup_model_and_optimizer("gpt", lambda: wide_model(None))
+        yield initial.training.setup_model_and_optimizer("gpt", None, cfg_container=container)
+
+    name = "decoder.layers.3.mlp.linear_fc2.weight"
+    ours, megatrons = wide_model("ds").get_parameter(name), wide_model(None).get_parameter(name)
+    assert all(torch.equal(model.get_parameter(name), ours) for model in built())
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert all(torch.equal(model.get_parameter(name), megatrons) for model in built())
+    args.load, args.prores_init = None, None
+    assert all(torch.equal(model.get_parameter(name), megatrons) for model in built())
+    args.prores_init, args.num_experts = "ds", 4
+    with pytest.raises(UserError, match="--num-experts"):
+        next(built())
 
 
 def test_a_shard_is_a_part_of_the_whole_weight(monkeypatch):

@@ -90,7 +90,7 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
     """
     schedule = schedule_from_args(args)
     norm = getattr(args, "prores_norm", "pre")
-    _validate_init(args, norm)
+    validate_init(args)
     if is_stock(schedule.name, norm):
         return
     unsupported = {
@@ -118,7 +118,13 @@ def is_stock(schedule: str, norm: str) -> bool:
     return schedule == "none" and norm == "pre"
 
 
-def _validate_init(args: argparse.Namespace, norm: str) -> None:
+def validate_init(args: argparse.Namespace) -> None:
+    """Refuse models that the initialisation asked for does not cover.
+
+    Raises:
+        UserError: names the flag to change.
+    """
+    norm = getattr(args, "prores_norm", "pre")
     init = init_of(norm, getattr(args, "prores_init", None))
     if init is None:
         return

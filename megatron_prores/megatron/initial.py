@@ -3,7 +3,9 @@
 Each weight is drawn whole, from a generator of its own that is seeded by the run's seed and the weight's name, and
 every rank keeps the part that it holds. Names and parts are those of Megatron's distributed checkpoints, which know
 how tensor parallelism cuts each weight and number the layers globally. Drawn on the host in float32, so that neither
-the device nor the precision of the run changes them; a weight at a time, so that memory is that of the largest.
+the device nor the precision of the run changes them; a weight at a time, so that memory is that of the largest. A core
+draws some 50 million a second, the parameters of its pipeline stage for each rank; a run that loads a checkpoint
+draws none.
 
 Megatron's own initialisation, without the flag, draws each rank's part with a seed that depends on the layout.
 """
@@ -23,8 +25,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, training
+from megatron.training.checkpointing import checkpoint_exists
 
 from megatron_prores.errors import UserError
+from megatron_prores.megatron.arguments import validate_init
 from megatron_prores.megatron.screen import say
 from megatron_prores.variants import init_of, weight_distribution
 
@@ -64,8 +68,10 @@ def install() -> None:
 
     @functools.wraps(setup)
     def setup_model_and_optimizer(*args, **kwargs):
-        weights = weights_from_args(get_args())
-        if weights is None:
+        run = get_args()
+        validate_init(run)
+        weights = weights_from_args(run)
+        if weights is None or checkpoint_exists(run.load) or checkpoint_exists(run.pretrained_checkpoint):
             return setup(*args, **kwargs)
         # Before the optimizer copies the weights, and before mixed precision and data parallelism wrap the model.
         call = signature.bind(*args, **kwargs)
@@ -74,7 +80,7 @@ def install() -> None:
             container.model.pre_wrap_hooks.append(lambda chunks: [initialize(chunk, weights) for chunk in chunks])
         else:
             call.arguments["model_provider_func"] = _initialized(call.arguments["model_provider_func"], weights)
-        if get_args().rank == 0:
+        if run.rank == 0:
             say(f"initial weights: {weights.init}, the same in every layout (seed {weights.seed})")
         return setup(*call.args, **call.kwargs)
 

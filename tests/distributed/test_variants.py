@@ -14,10 +14,10 @@ ALL_AXES = (*TP2, *PP2, "--sequence-parallel", "--num-layers-per-virtual-pipelin
 DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2")
 
-# With an initialisation of each kind and, for lns, without ProRes.
+# With an initialisation of each kind, tied embeddings (on both ends of the pipeline) and, for lns, without ProRes.
 VARIANTS = {
     "post": {"prores-init": "ds"},
-    "sandwich": {"prores-init": "scaled"},
+    "sandwich": {"prores-init": "scaled", "untie-embeddings-and-output-weights": None},
     "deepnorm": {},
     "lns": {"prores-init": "scaled", "prores-schedule": "none"},
 }
