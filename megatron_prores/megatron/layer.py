@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -38,21 +37,20 @@ def scaled_bias_dropout_add(
     Returns:
         `bda(training, fused)`, which returns `add((x, bias), residual, prob)`; x and residual are [s, b, h].
     """
-    # A partial and not a closure: in a deep copy of the layer it holds the norms of the copy.
-    return partial(_bda, coefficient, residual_scale, branch_norm, output_norm)
 
+    def bda(training: bool, fused: bool):
+        op = _fused_scaled_residual if fused else scaled_residual
 
-def _bda(coefficient, residual_scale, branch_norm, output_norm, training: bool, fused: bool):
-    op = _fused_scaled_residual if fused else scaled_residual
+        def add(x_with_bias, residual, prob):
+            x, bias = x_with_bias
+            if branch_norm is not None:
+                x, bias = branch_norm(x if bias is None else x + bias), None
+            x = op(x, residual, coefficient.read(), bias, prob, training, residual_scale)
+            return x if output_norm is None else output_norm(x)
 
-    def add(x_with_bias, residual, prob):
-        x, bias = x_with_bias
-        if branch_norm is not None:
-            x, bias = branch_norm(x if bias is None else x + bias), None
-        x = op(x, residual, coefficient.read(), bias, prob, training, residual_scale)
-        return x if output_norm is None else output_norm(x)
+        return add
 
-    return add
+    return bda
 
 
 class ProResTransformerLayer(TransformerLayer):
