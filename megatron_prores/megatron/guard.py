@@ -9,7 +9,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.training import checkpointing, get_args, training
@@ -21,8 +22,8 @@ from megatron_prores.megatron.screen import say
 
 
 def install() -> None:
-    """Compare schedules on resume, let `--use-checkpoint-args` restore the schedule too, and explain checkpoints that
-    cannot be read; a second call does nothing.
+    """Compare schedules and norm placements on resume, let `--use-checkpoint-args` restore them too, and explain
+    checkpoints that cannot be read; a second call does nothing.
     """
     if getattr(training.load_checkpoint, "with_prores", False):
         return
@@ -40,6 +41,7 @@ def install() -> None:
     def load_args_from_checkpoint(args, *rest, **kwargs):
         result = original_load_args(args, *rest, **kwargs)
         if isinstance(result, tuple):  # without a checkpoint it is the arguments alone
+            args.prores_norm = saved_norm(result[1])
             restore_schedule(result[1], args)
         return result
 
@@ -47,6 +49,25 @@ def install() -> None:
     wrapper = functools.wraps(training.load_checkpoint)(_explained(training.load_checkpoint))
     wrapper.with_prores = True
     training.load_checkpoint = wrapper
+
+
+def check_norm(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Refuse to load a checkpoint with its norms placed otherwise: another model, at times with the same parameters.
+
+    Raises:
+        UserError: names both.
+    """
+    saved = saved_norm(checkpoint_args)
+    if saved != args.prores_norm:
+        raise UserError(
+            f"the checkpoint was trained with --prores-norm {saved}, this run asks for {args.prores_norm}: "
+            f"use --prores-norm {saved}, or start a new run without --load"
+        )
+
+
+def saved_norm(checkpoint_args: argparse.Namespace) -> str:
+    """The placement of a checkpoint's norms; a stock Megatron checkpoint has "pre"."""
+    return getattr(checkpoint_args, "prores_norm", "pre")
 
 
 def check_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
@@ -107,7 +128,8 @@ def _explained(load: Callable) -> Callable:
 
     def load_checkpoint(*args, **kwargs):
         try:
-            result = load(*args, **kwargs)
+            with _norms_compared():
+                result = load(*args, **kwargs)
             _tell_loaded(get_args(), result[0])
             return result
         except UserError:
@@ -133,6 +155,25 @@ def _explained(load: Callable) -> Callable:
             ) from error
 
     return load_checkpoint
+
+
+@contextmanager
+def _norms_compared() -> Iterator[None]:
+    """While Megatron loads a checkpoint: otherwise it misses parameters before it compares arguments."""
+    original = checkpointing._load_base_checkpoint
+
+    @functools.wraps(original)
+    def load_base_checkpoint(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if result[0] and "args" in result[0]:
+            check_norm(result[0]["args"], get_args())
+        return result
+
+    checkpointing._load_base_checkpoint = load_base_checkpoint
+    try:
+        yield
+    finally:
+        checkpointing._load_base_checkpoint = original
 
 
 def _tell_loaded(args: argparse.Namespace, iteration: int) -> None:

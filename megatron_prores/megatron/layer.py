@@ -40,7 +40,7 @@ def scaled_bias_dropout_add(
     Returns:
         `bda(training, fused)`, which returns `add((x, bias), residual, prob)`; x and residual are [s, b, h].
     """
-    # A partial and not a closure: in a deep copy of the layer it holds the norms of the copy.
+    # A partial and not a closure: what it holds can be looked at.
     return partial(_bda, coefficient, residual_scale, branch_norm, output_norm, next_norm)
 
 
