@@ -93,8 +93,10 @@ class BuildExtension(build_ext):
 
 def extension(torch: Path, compiler: str) -> Extension:
     """megatron_prores._C."""
-    import pybind11
-
+    try:
+        import pybind11
+    except ImportError:
+        sys.exit("error: a build without isolation needs pybind11: pip install pybind11")
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
     version = re.search(r"__version__ = ['\"](.*)['\"]", (torch / "version.py").read_text())[1]
     return Extension(
