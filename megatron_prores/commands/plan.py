@@ -59,20 +59,20 @@ def _write(plan: "Plan", path: str) -> None:
 
 def _summary(plan: "Plan") -> list[str]:
     held = plan.parameters_per_rank
-    per_rank = _large(max(held)) if len(set(held)) == 1 else f"{_large(min(held))} to {_large(max(held))}"
+    per_rank = " to ".join(dict.fromkeys((_large(min(held)), _large(max(held)))))
     flops = plan.flops_per_iteration * plan.iterations
     chunks = f" x {plan.virtual_chunks} chunks" if plan.virtual_chunks > 1 else ""
-    bubble = f", pipeline idle {plan.bubble:.1%} of its work" if plan.pipeline_parallel > 1 else ""
+    bubble = f", pipeline bubble {plan.bubble:.1%}" if plan.pipeline_parallel > 1 else ""
     lines = {
-        "model": f"{_large(plan.parameters)} parameters ({plan.parameters:,}), {plan.num_layers} layers, norm {plan.norm}, "
-        f"initialisation {plan.init or 'of Megatron'}",
+        "model": f"{_large(plan.parameters)} parameters ({plan.parameters:,}), {plan.num_layers} layers, "
+        f"norm {plan.norm}, initialisation {plan.init or 'of Megatron'}",
         "processes": f"{plan.world_size:,} = tensor {plan.tensor_parallel} x pipeline {plan.pipeline_parallel}{chunks} "
         f"x context {plan.context_parallel} x data {plan.data_parallel}; {plan.dtype}",
         "per rank": f"{per_rank} parameters",
         "memory": f"{_gib(plan.memory.total)} on the fullest rank: weights and optimizer "
         f"{_gib(plan.memory.weights_and_optimizer)}, activations {_gib(plan.memory.activations)}",
         "batch": f"{plan.global_batch_size:,} sequences of {plan.seq_length:,} tokens: {plan.microbatches:,} "
-        f"microbatches of {plan.micro_batch_size}{bubble}",
+        f"microbatch{'es' * (plan.microbatches > 1)} of {plan.micro_batch_size}{bubble}",
         "run": f"{plan.iterations:,} iterations, {_large(plan.tokens)} tokens "
         f"({plan.tokens / plan.parameters:.3g} per parameter), {flops:.3g} FLOPs",
         "learning rate": f"{plan.lr:g}, warmed up over {plan.lr_warmup:.1%} of the run",

@@ -154,7 +154,8 @@ def accepted(function: Callable, *args, **kwargs):
 def _make_help_readable(parser: argparse.ArgumentParser) -> None:
     """Our groups before Megatron's hundreds of flags; and Megatron's stray percent signs, which argparse trips over."""
     parser.usage = "%(prog)s [--config FILE] [FLAGS OF MEGATRON AND PRORES]"
-    parser._action_groups.sort(key=lambda group: group.title not in _OUR_GROUPS)
+    ranks = {title: rank for rank, title in enumerate(_OUR_GROUPS, start=-len(_OUR_GROUPS))}
+    parser._action_groups.sort(key=lambda group: ranks.get(group.title, 0))
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:

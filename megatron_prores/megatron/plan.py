@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Idle time of a pipeline stage over its work, with one-forward-one-backward and interleaved chunks."""
+        """A pipeline stage's idle time over its working time, with Megatron's schedules."""
         return (self.pipeline_parallel - 1) / (self.microbatches * self.virtual_chunks)
 
     @property
@@ -162,9 +162,7 @@ def _set_vocabulary(args: argparse.Namespace) -> None:
     if is_here or (args.tokenizer_type == "NullTokenizer" and args.vocab_size):
         accepted(build_tokenizer, args)
     elif not args.vocab_size:
-        raise UserError(
-            "the size of the vocabulary is not known: give --vocab-size, or a --tokenizer-model that exists"
-        )
+        raise UserError("the vocabulary's size is not known: give --vocab-size, or a --tokenizer-model that exists")
     if not args.padded_vocab_size:
         args.padded_vocab_size = calculate_padded_vocab_size(
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

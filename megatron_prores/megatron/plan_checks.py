@@ -8,11 +8,10 @@ from megatron_prores.schedule import Schedule
 from megatron_prores.warmup_summary import describe_progress
 
 # Of the run, for the variants that normalise after the sum (arXiv 2603.05369, section 4).
-_LONG_LR_WARMUP = 0.1
+_POST_LR_WARMUP = 0.1
 
-# Post-norm wants a gentle start. In the paper's Table 6 these diverge or lose to the schedule that is named instead.
+# Post-norm wants a gentle start: in the paper's Table 6 these diverge or lose to linear-square.
 _TOO_FAST_FOR_POST = ("linear", "linear-sqrt", "equal", "reverse", "stagewise-0")
-_BETTER_FOR_POST = "linear-square (or stagewise-L)"
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
 _POSITIVE = (
@@ -150,18 +149,12 @@ def lr_warmup_share(args: argparse.Namespace) -> float | None:
 
 def _variant_notes(args: argparse.Namespace, schedule: Schedule, warmup: float | None) -> Iterator[str]:
     norm = args.prores_norm
-    if norm in ("post", "deepnorm") and warmup is not None and warmup < _LONG_LR_WARMUP:
-        yield (
-            f"the learning rate warms up over {warmup:.1%} of the run: the paper takes {_LONG_LR_WARMUP:.0%} with "
-            f"--prores-norm {norm}"
-        )
+    if norm in ("post", "deepnorm") and warmup is not None and warmup < _POST_LR_WARMUP:
+        yield f"the learning rate warms up over {warmup:.1%} of the run; norm {norm} takes 10% in the paper"
     if norm == "post" and schedule.name in _TOO_FAST_FOR_POST:
-        yield (
-            f"--prores-norm post may fail to train with --prores-schedule {schedule.name} at a high learning rate: "
-            f"use {_BETTER_FOR_POST}"
-        )
+        yield f"norm post with schedule {schedule.name} may fail to train at a high learning rate: use linear-square"
     if norm == "deepnorm" and args.prores_init not in (None, "deepnorm"):
-        yield f"--prores-init {args.prores_init} replaces the initialisation that belongs to --prores-norm deepnorm"
+        yield f"--prores-init {args.prores_init} replaces the initialisation that belongs to norm deepnorm"
 
 
 def _layout_notes(args: argparse.Namespace, wants_sequence_parallel: bool) -> Iterator[str]:
@@ -170,7 +163,7 @@ def _layout_notes(args: argparse.Namespace, wants_sequence_parallel: bool) -> It
     pipeline = args.pipeline_model_parallel_size
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if microbatches < pipeline:
-        yield f"{microbatches} microbatches for {pipeline} pipeline stages: stages wait most of the time"
+        yield f"fewer microbatches ({microbatches}) than pipeline stages ({pipeline}): stages wait for each other"
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         yield "--context-parallel-size needs Transformer Engine where the run takes place"
 

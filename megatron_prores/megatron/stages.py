@@ -89,16 +89,14 @@ def _stage(model: GPTModelConfig, rank: int, chunk: int, chunks: int | None, ten
     is_last = (rank, chunk) == (model.transformer.pipeline_model_parallel_size - 1, (chunks or 1) - 1)
     built = GPTModelBuilder(model).build_model(_groups(), is_first, is_last, vp_stage)
     offset = get_transformer_layer_offset(model.transformer, vp_stage, rank)
-    whole = [parameter.numel() for parameter in built.parameters()]
-    split = [
-        parameter.numel() for parameter in built.parameters() if getattr(parameter, "tensor_model_parallel", False)
-    ]
+    whole = sum(parameter.numel() for parameter in built.parameters())
+    split = sum(p.numel() for p in built.parameters() if getattr(p, "tensor_model_parallel", False))
     return Stage(
         rank,
         chunk,
         tuple(range(offset + 1, offset + 1 + len(built.decoder.layers))),
-        parameters=sum(whole) - sum(split) + sum(size // tensor for size in split),
-        share=sum(whole) - _embedding_copy(built, is_first, is_last),
+        parameters=whole - split + split // tensor,
+        share=whole - _embedding_copy(built, is_first, is_last),
     )
 
 
