@@ -7,13 +7,14 @@ Importing this package does not import Megatron, so that the host backend can be
 def enable() -> None:
     """Switch ProRes on in this process: call it once, before Megatron parses its arguments.
 
-    Adds the `--prores-*` flags to Megatron's parser, sets alpha before every training step and evaluation, logs it
-    beside Megatron's scalars, and compares the schedule with the checkpoint's on resume. Use it with
-    `--spec megatron_prores.megatron.spec prores_layer_spec`.
+    Adds the `--prores-*` flags to Megatron's parser, starts from the weights of `--prores-init`, sets alpha before
+    every training step and evaluation, logs it beside Megatron's scalars, and compares schedule and norms with the
+    checkpoint's on resume. Use it with `--spec megatron_prores.megatron.spec prores_layer_spec`.
     """
-    from megatron_prores.megatron import alpha_log, arguments, driver, guard
+    from megatron_prores.megatron import alpha_log, arguments, driver, guard, initial
 
     arguments.install()
     driver.install()
+    initial.install()
     alpha_log.install()
     guard.install()

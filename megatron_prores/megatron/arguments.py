@@ -4,7 +4,7 @@ import argparse
 
 from megatron_prores.errors import UserError
 from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, SCHEDULES, Schedule
-from megatron_prores.variants import INITS, NORMS
+from megatron_prores.variants import INITS, PLACEMENTS, init_of
 
 
 def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--prores-norm",
         default="pre",
-        choices=NORMS,
+        choices=tuple(PLACEMENTS),
         help="where a layer's norms sit, with and without ProRes: pre x + aF(N(x)) (default), post N(x + aF(x)), "
         "sandwich x + aN(F(N(x))), deepnorm N(Ax + aF(x)) with A = (2L)^(1/4), lns x + aF(N(x)/sqrt(l))",
     )
@@ -89,7 +89,9 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
         UserError: names the flag to change.
     """
     schedule = schedule_from_args(args)
-    if schedule.name == "none":
+    norm = getattr(args, "prores_norm", "pre")
+    validate_init(args)
+    if is_stock(schedule.name, norm):
         return
     unsupported = {
         "yaml_cfg": "--yaml-cfg (it replaces the arguments; use --config)",
@@ -103,7 +105,44 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name, None):
             raise UserError(
                 f"ProRes does not support {flag}: remove it, or switch ProRes off with --prores-schedule none"
+                + (" --prores-norm pre" if norm != "pre" else "")
             )
+    if args.transformer_impl != "local" and norm in ("post", "deepnorm", "lns"):
+        raise UserError(
+            f"--prores-norm {norm} needs norms that are not fused into the linear layers: use --transformer-impl local"
+        )
+
+
+def is_stock(schedule: str, norm: str) -> bool:
+    """True where Megatron's own layers compute what the flags ask for."""
+    return schedule == "none" and norm == "pre"
+
+
+def validate_init(args: argparse.Namespace) -> None:
+    """Refuse models that the initialisation asked for does not cover.
+
+    Raises:
+        UserError: names the flag to change.
+    """
+    norm = getattr(args, "prores_norm", "pre")
+    init = init_of(norm, getattr(args, "prores_init", None))
+    if init is None:
+        return
+    unsupported = {
+        "num_experts": "--num-experts",
+        "multi_latent_attention": "--multi-latent-attention",
+        "attention_output_gate": "--attention-output-gate",
+        "mtp_num_layers": "--mtp-num-layers",
+        "use_mup": "--use-mup (it scales the weights itself)",
+        "init_method_xavier_uniform": "--init-method-xavier-uniform",
+        "init_model_with_meta_device": "--init-model-with-meta-device",
+    }
+    unsupported = [flag for name, flag in unsupported.items() if getattr(args, name, None)]
+    if not getattr(args, "perform_initialization", True):
+        unsupported.append("--no-initialization")
+    if unsupported:
+        implied = "" if args.prores_init else f", which --prores-norm {norm} implies,"
+        raise UserError(f"--prores-init {init}{implied} does not support {unsupported[0]}: remove one of them")
 
 
 def install() -> None:

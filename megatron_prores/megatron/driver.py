@@ -17,7 +17,7 @@ from megatron.training import get_args, training
 
 from megatron_prores.coefficients import StageCoefficients
 from megatron_prores.errors import UserError
-from megatron_prores.megatron.arguments import schedule_from_args
+from megatron_prores.megatron.arguments import is_stock, schedule_from_args
 from megatron_prores.megatron.layer import ProResTransformerLayer
 from megatron_prores.megatron.screen import say
 from megatron_prores.schedule import Schedule
@@ -96,16 +96,18 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
         raise UserError("call megatron_prores.megatron.enable() before Megatron parses its arguments, not after")
     schedule = schedule_from_args(args)
     chunks = [[m for m in chunk.modules() if isinstance(m, ProResTransformerLayer)] for chunk in model]
-    stages = _all_stages([[layer.layer_number for layer in chunk] for chunk in chunks])
-    _check_coverage(stages, schedule)
+    stages = _all_stages([[(layer.layer_number, layer.norm) for layer in chunk] for chunk in chunks])
+    _check_norms({norm for _, _, layers in stages for _, norm in layers}, args.prores_norm)
+    stages = [(rank, chunk, [number for number, _ in layers]) for rank, chunk, layers in stages]
+    _check_coverage(stages, schedule, args.prores_norm)
     _coefficients = StageCoefficients(schedule, [layer.coefficient for chunk in chunks for layer in chunk])
     _coefficients.set_step(args.iteration)
     if torch.distributed.get_rank() == 0:
-        say(stage_table(stages, schedule, args.iteration))
+        say(stage_table(stages, schedule, args.iteration, args.prores_norm))
     return stages
 
 
-def _all_stages(local: list[list[int]]) -> StageLayers:
+def _all_stages(local: list[list]) -> list[tuple[int, int, list]]:
     group = mpu.get_pipeline_model_parallel_group()
     gathered: list = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, local, group=group)
@@ -113,14 +115,24 @@ def _all_stages(local: list[list[int]]) -> StageLayers:
     return [(rank, chunk, gathered[rank][chunk]) for chunk in chunks for rank in range(len(gathered))]
 
 
-def _check_coverage(stages: StageLayers, schedule: Schedule) -> None:
+def _check_norms(built: set[str], norm: str) -> None:
+    for other in sorted(built - {norm}):
+        raise UserError(
+            f"--prores-norm {norm} is set but the layer spec builds {other}: use --spec megatron_prores.megatron.spec "
+            f'prores_layer_spec, or give your spec params={{"norm": "{norm}"}}'
+        )
+
+
+def _check_coverage(stages: StageLayers, schedule: Schedule, norm: str) -> None:
     numbers = sorted(number for _, _, layers in stages for number in layers)
-    if not numbers and schedule.name == "none":
+    if not numbers and is_stock(schedule.name, norm):
         return
     if not numbers:
+        flag = f"--prores-norm {norm}" if schedule.name == "none" else f"--prores-schedule {schedule.name}"
         raise UserError(
-            f"--prores-schedule {schedule.name} is set but the model has no ProRes layer: "
+            f"{flag} is set but the model has no ProRes layer: "
             "add --spec megatron_prores.megatron.spec prores_layer_spec, or use --prores-schedule none"
+            + (" --prores-norm pre" if norm != "pre" else "")
         )
     if numbers != list(range(1, schedule.num_layers + 1)):
         raise UserError(
@@ -129,13 +141,14 @@ def _check_coverage(stages: StageLayers, schedule: Schedule) -> None:
         )
 
 
-def stage_table(stages: StageLayers, schedule: Schedule, step: int) -> str:
+def stage_table(stages: StageLayers, schedule: Schedule, step: int, norm: str = "pre") -> str:
     """Which layers and alphas every pipeline stage (and virtual chunk) holds at a step, one line each."""
     if not any(layers for _, _, layers in stages):
         return "ProRes is off (--prores-schedule none): Megatron's stock layers"
     alphas = schedule.alpha(step)
     virtual = len({chunk for _, chunk, _ in stages}) > 1
-    lines = [f"ProRes {schedule}; alpha at iteration {step}:"]
+    placement = "" if norm == "pre" else f" {norm} norm;"
+    lines = [f"ProRes {schedule};{placement} alpha at iteration {step}:"]
     for rank, chunk, layers in stages:
         name = f"  stage {rank}" + (f" chunk {chunk}" if virtual else "")
         if layers:

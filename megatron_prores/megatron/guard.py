@@ -21,8 +21,8 @@ from megatron_prores.megatron.screen import say
 
 
 def install() -> None:
-    """Compare schedules on resume, let `--use-checkpoint-args` restore the schedule too, and explain checkpoints that
-    cannot be read; a second call does nothing.
+    """Compare schedules and norm placements on resume, let `--use-checkpoint-args` restore them too, and explain
+    checkpoints that cannot be read; a second call does nothing.
     """
     if getattr(training.load_checkpoint, "with_prores", False):
         return
@@ -31,6 +31,7 @@ def install() -> None:
     @functools.wraps(original_check)
     def check_checkpoint_args(checkpoint_args, *args, **kwargs):
         original_check(checkpoint_args, *args, **kwargs)
+        check_norm(checkpoint_args, get_args())
         check_schedule(checkpoint_args, get_args())
 
     checkpointing.check_checkpoint_args = check_checkpoint_args
@@ -40,6 +41,7 @@ def install() -> None:
     def load_args_from_checkpoint(args, *rest, **kwargs):
         result = original_load_args(args, *rest, **kwargs)
         if isinstance(result, tuple):  # without a checkpoint it is the arguments alone
+            args.prores_norm = saved_norm(result[1])
             restore_schedule(result[1], args)
         return result
 
@@ -47,6 +49,25 @@ def install() -> None:
     wrapper = functools.wraps(training.load_checkpoint)(_explained(training.load_checkpoint))
     wrapper.with_prores = True
     training.load_checkpoint = wrapper
+
+
+def check_norm(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
+    """Refuse to resume with another placement of the norms: it is another model, at times with the same parameters.
+
+    Raises:
+        UserError: names both.
+    """
+    saved = saved_norm(checkpoint_args)
+    if saved != args.prores_norm:
+        raise UserError(
+            f"the checkpoint was trained with --prores-norm {saved}, this run asks for {args.prores_norm}: "
+            f"use --prores-norm {saved}, or start a new run without --load"
+        )
+
+
+def saved_norm(checkpoint_args: argparse.Namespace) -> str:
+    """The placement of a checkpoint's norms; a stock Megatron checkpoint has "pre"."""
+    return getattr(checkpoint_args, "prores_norm", "pre")
 
 
 def check_schedule(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:

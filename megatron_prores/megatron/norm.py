@@ -1,30 +1,59 @@
-"""The norm of the local layer spec: one that works under sequence parallelism without Transformer Engine."""
+"""The norms of the local layer spec and of the placements: they work under sequence parallelism without Transformer
+Engine.
+"""
 
 import torch
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from megatron_prores.errors import UserError
 
 
-class _RMSNorm(torch.nn.RMSNorm):
-    """torch's norm that returns its weight's dtype, which the linear after it wants, also for a float32 residual."""
+class _Norm(torch.nn.Module):
+    """What torch's norms lack.
+
+    Attributes:
+        output_scale: a constant on the output. It is taken into the gain, which costs nothing.
+        keeps_dtype: return the input's dtype. Otherwise that of the weight, which the linear layer after the norm
+            wants, also for a float32 residual.
+    """
+
+    output_scale = 1.0
+    keeps_dtype = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+        gains = [parameter.to(x.dtype) for parameter in self.parameters()]
+        if self.output_scale != 1.0:
+            gains = [gain * self.output_scale for gain in gains]
+        out = self._function(x, self.normalized_shape, *gains, eps=self.eps)
+        return out if self.keeps_dtype else out.to(self.weight.dtype)
 
 
-class _LayerNorm(torch.nn.LayerNorm):
-    """Likewise."""
+class _RMSNorm(_Norm, torch.nn.RMSNorm):
+    _function = staticmethod(F.rms_norm)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+
+class _LayerNorm(_Norm, torch.nn.LayerNorm):
+    _function = staticmethod(F.layer_norm)
 
 
 _NORMS = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}
+
+
+class NoNorm(IdentityOp):
+    """In place of a norm that a placement does not have; still what the linear layer after it wants as dtype.
+
+    An `IdentityOp`, which is how Megatron knows that there is nothing to recompute or to offload.
+    """
+
+    def __init__(self, config: TransformerConfig, **kwargs):
+        super().__init__()
+        self.dtype = config.params_dtype if config.fp32_residual_connection else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype is None else x.to(self.dtype)
 
 
 def has_apex() -> bool:
@@ -39,11 +68,7 @@ def has_apex() -> bool:
 def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs) -> torch.nn.Module:
     """A norm over the last dimension, with Megatron's signature for norms in a layer spec.
 
-    torch's own `rms_norm` or `layer_norm`, with a float32 input (`--fp32-residual-connection`) normalised in float32
-    and returned in the parameters' dtype, or Apex's fused LayerNorm where NVIDIA Apex and a GPU are there.
-    Parameter names and initial values are those of Megatron's norms. Under sequence parallelism each rank sees a
-    part of the sequence only: the `sequence_parallel` mark makes Megatron sum the parameters' gradients over
-    tensor-parallel ranks.
+    Apex's fused LayerNorm where NVIDIA Apex and a GPU are there, else `build_torch_norm()`.
 
     Raises:
         UserError: zero-centred gains, or a norm that torch does not have.
@@ -52,10 +77,25 @@ def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *
         raise UserError(
             "--apply-layernorm-1p needs Transformer Engine: install it and use --transformer-impl transformer_engine"
         )
-    if config.normalization not in _NORMS:
-        raise UserError(f"--normalization {config.normalization} is not supported: use RMSNorm or LayerNorm")
     if config.normalization == "LayerNorm" and torch.cuda.is_available() and has_apex():
         return FusedLayerNorm(config, hidden_size, eps, persist_layer_norm=config.persist_layer_norm)
+    return build_torch_norm(config, hidden_size, eps)
+
+
+def build_torch_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs) -> torch.nn.Module:
+    """torch's own `rms_norm` or `layer_norm`, with the signature of norms in a layer spec.
+
+    A float32 input (`--fp32-residual-connection`) is normalised in float32. Parameter names and initial values are
+    those of Megatron's norms. Under sequence parallelism each rank sees a part of the sequence only: the
+    `sequence_parallel` mark makes Megatron sum the parameters' gradients over tensor-parallel ranks.
+
+    Raises:
+        UserError: zero-centred gains, or a norm that torch does not have.
+    """
+    if config.layernorm_zero_centered_gamma:
+        raise UserError("--apply-layernorm-1p is not supported with the norms that --prores-norm adds: remove one")
+    if config.normalization not in _NORMS:
+        raise UserError(f"--normalization {config.normalization} is not supported: use RMSNorm or LayerNorm")
     norm = _NORMS[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import training
@@ -17,7 +18,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import gpt, plan_checks, pretrain_gpt, spec
-from megatron_prores.megatron.arguments import run_length, schedule_from_args, validate_prores_arguments
+from megatron_prores.megatron.arguments import is_stock, run_length, schedule_from_args, validate_prores_arguments
 from megatron_prores.megatron.launch import accepted
 from megatron_prores.megatron.stages import Stage, build_stages
 from megatron_prores.schedule import Schedule
@@ -128,7 +129,7 @@ def plan(args: argparse.Namespace, world_size: int | None = None) -> Plan:
     accepted(validate_args, args)
     schedule = schedule_from_args(args)
     _refuse([*plan_checks.length_errors(args), *_complaints(args, gpt.check_layout)])
-    pretrain_gpt.choose_spec(args, schedule.name)
+    pretrain_gpt.choose_spec(args, is_stock(schedule.name, args.prores_norm))
     _set_vocabulary(args)
     stages = accepted(build_stages, _model_config(args))
     _refuse(_coverage(stages, args.num_layers))
@@ -174,6 +175,8 @@ def _model_config(args: argparse.Namespace) -> GPTModelConfig:
     if args.transformer_impl == "transformer_engine" and not spec.HAVE_TE:
         args.transformer_impl = "local"
     model = accepted(gpt_config_from_args, args)
+    if model.transformer_layer_spec is spec.prores_layer_spec:
+        model.transformer_layer_spec = partial(spec.prores_layer_spec, norm=args.prores_norm)
     accepted(model.finalize)
     spec.refuse_unbuildable(model)
     return model

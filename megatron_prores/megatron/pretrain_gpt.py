@@ -30,7 +30,7 @@ def run(argv: list[str]) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_prores.megatron import gpt, progress, spec
-    from megatron_prores.megatron.arguments import schedule_from_args, validate_prores_arguments
+    from megatron_prores.megatron.arguments import is_stock, schedule_from_args, validate_prores_arguments
     from megatron_prores.megatron.data_check import check_data
 
     gpt.refuse_unsupported(args)
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> None:
         launch.accepted(check_data, args)
     validate_prores_arguments(args)
     schedule = schedule_from_args(args)
-    choose_spec(args, schedule.name)
+    choose_spec(args, is_stock(schedule.name, args.prores_norm))
     _tell_layout(args)
     _tell_warmup(args, schedule)
     model = launch.accepted(gpt_config_from_args, args)
@@ -100,8 +100,8 @@ def _check_writable(flag: str, folder: str | None) -> None:
         raise UserError(f"--{flag} {folder} cannot be written ({error.strerror})") from error
 
 
-def choose_spec(args, schedule: str) -> None:
-    """Whatever spec a checkpoint's arguments brought along, the schedule decides between ours."""
+def choose_spec(args, stock: bool) -> None:
+    """Whatever spec a checkpoint's arguments brought along, the schedule and the placement decide between ours."""
     if args.spec is not None and args.spec[0] != "megatron_prores.megatron.spec":
         raise UserError(
             f"--spec {' '.join(args.spec)} would replace ProRes's layers: remove it, or call "
@@ -109,7 +109,7 @@ def choose_spec(args, schedule: str) -> None:
         )
     if args.spec is None or args.spec[1] in ("stock_layer_spec", "prores_layer_spec"):
         args.spec = ["megatron_prores.megatron.spec", "prores_layer_spec"]
-        if schedule == "none" and "--spec" not in sys.argv:
+        if stock and "--spec" not in sys.argv:
             args.spec[1] = "stock_layer_spec"
 
 

@@ -120,6 +120,7 @@ def saved_defaults(folder: str, parser: argparse.ArgumentParser, tokenizer_model
     saved = _read_arguments(folder)
     names = _model_flags(parser) & vars(saved).keys()
     defaults = {name: getattr(saved, name) for name in names} | guard.saved_settings(saved)
+    defaults["prores_norm"] = guard.saved_norm(saved)
     if tokenizer_model:
         defaults["tokenizer_model"] = tokenizer_model
     if "Null" in str(defaults.get("tokenizer_type", "Null")):

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import global_vars
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_prores.errors import UserError
@@ -26,14 +27,20 @@ from megatron_prores.megatron.layer import ProResTransformerLayer
 from megatron_prores.megatron.norm import build_norm
 
 
-def prores_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def prores_layer_spec(
+    config: GPTModelConfig, vp_stage: int | None = None, norm: str | None = None
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (and virtual chunk), scaled by alpha.
+
+    Args:
+        norm: a name in `megatron_prores.variants.PLACEMENTS`; None is what `--prores-norm` says, or "pre" where
+            Megatron has not parsed any flags.
 
     Raises:
         UserError: Transformer Engine is asked for and not installed, or the configuration builds layers that ProRes
             does not know.
     """
-    return _stage_spec(config, vp_stage, ProResTransformerLayer)
+    return _stage_spec(config, vp_stage, ProResTransformerLayer, norm=norm or _norm_of_this_run())
 
 
 def stock_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -41,20 +48,28 @@ def stock_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Tra
     return _stage_spec(config, vp_stage, TransformerLayer)
 
 
-def _stage_spec(config: GPTModelConfig, vp_stage: int | None, layer_class: type) -> TransformerBlockSubmodules:
+def _norm_of_this_run() -> str:
+    return getattr(global_vars._GLOBAL_ARGS, "prores_norm", "pre")
+
+
+def _stage_spec(
+    config: GPTModelConfig, vp_stage: int | None, layer_class: type, **params: str
+) -> TransformerBlockSubmodules:
     refuse_unbuildable(config)
     spec = default_layer_spec(config, vp_stage)
     if isinstance(spec, ModuleSpec):  # one layer for all; with experts Megatron gives the stage's list instead
         layers = get_num_layers_to_build(config.transformer, vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=LayerNormImpl)
+    # Every placement keeps Megatron's norm before the head, as in the authors' code: all then end alike, with logits in
+    # the same range. For post and deepnorm it is a second norm on a stream that is normalised already.
     return replace(
         spec,
-        layer_specs=[_layer_spec(layer, layer_class) for layer in spec.layer_specs],
+        layer_specs=[_layer_spec(layer, layer_class, **params) for layer in spec.layer_specs],
         layer_norm=_norm(spec.layer_norm),
     )
 
 
-def _layer_spec(spec: ModuleSpec, layer_class: type) -> ModuleSpec:
+def _layer_spec(spec: ModuleSpec, layer_class: type, **params: str) -> ModuleSpec:
     if spec.module is not TransformerLayer:
         raise UserError(
             f"ProRes does not know the layer {spec.module.__name__} that these flags build: "
@@ -69,6 +84,7 @@ def _layer_spec(spec: ModuleSpec, layer_class: type) -> ModuleSpec:
         if hasattr(attention, name):
             setattr(attention, name, _norm(getattr(attention, name)))
     spec.module = layer_class
+    spec.params |= params
     return spec
 
 
@@ -94,5 +110,6 @@ def refuse_unbuildable(config: GPTModelConfig) -> None:
         raise UserError("ProRes does not support ModelOpt layer specs: restore the model without ModelOpt state")
 
 
-# For code that takes a spec object and not a function of the config. The norm after the last layer is Megatron's.
+# For code that takes a spec object and not a function of the config. Pre-norm; the norm after the last layer is
+# Megatron's.
 prores_local_layer_spec = _layer_spec(get_gpt_layer_local_spec(), ProResTransformerLayer)
