@@ -12,7 +12,8 @@ import importlib, json, os, sys
 from megatron_prores.megatron import host
 host.install()
 import megatron.training.training
-from megatron_prores.megatron import gpt, pretrain_gpt, progress
+import torch._dynamo
+from megatron_prores.megatron import gpt, plan, pretrain_gpt, progress
 
 module, cases = sys.argv[1], json.load(open(sys.argv[2]))
 module, outcomes = importlib.import_module(module), {}
@@ -22,7 +23,8 @@ for name, (argv, world) in cases.items():
     if child == 0:
         for descriptor, path in files.items():
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
+        if world > 1:  # one process finds its own address
+            os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
         sys.argv[1:] = argv
         module.main()
         sys.stdout.flush()

@@ -2,9 +2,9 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import forks
@@ -200,12 +200,18 @@ def _numbers(span: str) -> list[int]:
     return list(range(ends[0], ends[-1] + 1)) if ends else []
 
 
+def _seconds_of_children() -> float:
+    """Processor time, which other users of the machine do not stretch."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_a_thousand_ranks_in_seconds(tmp_path):
-    start = time.monotonic()
+    before = _seconds_of_children()
     plan = planned(
         tmp_path, "--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / "70b.yaml"), "--world-size", "1024"
     )
-    assert time.monotonic() - start < 20
+    assert _seconds_of_children() - before < 20
     # Llama 2 70B: h = 8192, 80 layers, feed-forward 28672, 64 heads and 8 groups, 32000 tokens, untied.
     width, ffn, vocabulary = 8192, 28672, 32000
     layer = 2 * width * width + 2 * width * width // 8 + 3 * width * ffn + 2 * width
