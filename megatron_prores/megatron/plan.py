@@ -128,7 +128,7 @@ def plan(args: argparse.Namespace, world_size: int | None = None) -> Plan:
         raise UserError("a plan knows no experts yet: leave out --num-experts")
     accepted(validate_args, args)
     schedule = schedule_from_args(args)
-    _refuse([*plan_checks.length_errors(args), *_complaints(args, gpt.check_layout)])
+    _refuse([*plan_checks.learning_rate_errors(args), *_complaints(args, gpt.check_layout)])
     pretrain_gpt.choose_spec(args, is_stock(schedule.name, args.prores_norm))
     _set_vocabulary(args)
     stages = accepted(build_stages, _model_config(args))
@@ -213,7 +213,7 @@ def _plan(args: argparse.Namespace, schedule: Schedule, stages: list[Stage], not
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
         iterations=run_length(args) or 0,
-        lr=args.lr,
+        lr=args.lr or 0.0,
         lr_warmup=plan_checks.lr_warmup_share(args) or 0.0,
         flops_per_iteration=training.num_floating_point_operations(args, args.global_batch_size),
         memory=Memory(weights * _MEBIBYTE, activations * _MEBIBYTE),

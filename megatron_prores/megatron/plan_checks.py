@@ -112,10 +112,12 @@ def _chunk_errors(args: argparse.Namespace, pipeline: int, slots: int) -> Iterat
             yield f"the {slots // pipeline} layers of a pipeline stage are not divisible by {_flag(name)} {size}"
 
 
-def length_errors(args: argparse.Namespace) -> Iterator[str]:
-    """Learning-rate lengths that Megatron's scheduler refuses once the model is built. For validated arguments."""
+def learning_rate_errors(args: argparse.Namespace) -> Iterator[str]:
+    """What Megatron's scheduler refuses only once the model is built. For validated arguments."""
     if args.skip_train:
         return
+    if args.lr is None:
+        yield "--lr is missing"
     unit = "iters" if args.train_iters else "samples"
     decay = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.training.models.gpt import GPTModel, GPTModelBuilder, GPTModelConfig
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -55,10 +55,13 @@ def build_stages(model: GPTModelConfig) -> list[Stage]:
     for name, value in {**unsplit, **local}.items():
         setattr(whole.transformer, name, value)
     pipeline = model.transformer.pipeline_model_parallel_size
+    tied = model.share_embeddings_and_output_weights
+    # The last of several stages has a copy of tied embeddings, to set up with the first: build it as its own weight.
+    whole.share_embeddings_and_output_weights = tied and pipeline == 1
     chunks = model.transformer.virtual_pipeline_model_parallel_size
     with _pretended_pipeline(pipeline, chunks), FakeTensorMode():
         return [
-            _stage(whole, rank, chunk, chunks, model.transformer.tensor_model_parallel_size)
+            _stage(whole, rank, chunk, chunks, model.transformer.tensor_model_parallel_size, tied)
             for chunk in range(chunks or 1)
             for rank in range(pipeline)
         ]
@@ -82,7 +85,7 @@ def _pretended_pipeline(size: int, chunks: int | None) -> Iterator[None]:
         mpu.set_tensor_model_parallel_rank(None)
 
 
-def _stage(model: GPTModelConfig, rank: int, chunk: int, chunks: int | None, tensor: int) -> Stage:
+def _stage(model: GPTModelConfig, rank: int, chunk: int, chunks: int | None, tensor: int, tied: bool) -> Stage:
     mpu.set_pipeline_model_parallel_rank(rank)
     vp_stage = None if chunks is None else chunk
     is_first = rank == chunk == 0
@@ -96,7 +99,7 @@ def _stage(model: GPTModelConfig, rank: int, chunk: int, chunks: int | None, ten
         chunk,
         tuple(range(offset + 1, offset + 1 + len(built.decoder.layers))),
         parameters=whole - split + split // tensor,
-        share=whole - _embedding_copy(built, is_first, is_last),
+        share=whole - (built.output_layer.weight.numel() if tied and is_last and not is_first else 0),
     )
 
 
@@ -105,9 +108,3 @@ def _groups() -> ProcessGroupCollection:
     for field in fields(ProcessGroupCollection):
         setattr(groups, field.name, _OneRank() if field.name in ("tp", "cp") else None)
     return groups
-
-
-def _embedding_copy(built: GPTModel, is_first: bool, is_last: bool) -> int:
-    """The last stage holds a second copy of tied embeddings, unless it is the first as well."""
-    is_copy = built.share_embeddings_and_output_weights and is_last and not is_first
-    return built.output_layer.weight.numel() if is_copy else 0

@@ -11,14 +11,13 @@ import forks
 import pytest
 import yaml
 from runs import TINY, environment, pretrain
+from test_layouts import LAYOUTS, PP2, TP2
 
 from megatron_prores import Schedule
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "megatron"
 
-TP2 = ("--tensor-model-parallel-size", "2")
-PP2 = ("--pipeline-model-parallel-size", "2")
 CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "1")
 TIED = {"untie-embeddings-and-output-weights": False}
 GROUPS = ("--group-query-attention", "--num-query-groups", "2")
@@ -73,7 +72,11 @@ ERRORS = {
     "schedule": (["--prores-schedule", "lineer"], ["lineer.*did you mean linear"]),
     "learning-rate warm-up": (["--lr-warmup-iters", "8"], ["--lr-warmup-iters 8 must be shorter"]),
     "WSD without a decay": (["--lr-decay-style", "WSD"], ["--lr-wsd-decay-iters"]),
-    "no vocabulary": (["--vocab-size", "0"], ["--vocab-size must be 1 or more"]),
+    "vocabulary of 0": (["--vocab-size", "0"], ["--vocab-size must be 1 or more"]),
+    "post with fused norms": (
+        ["--prores-norm", "post", "--transformer-impl", "transformer_engine"],
+        ["--prores-norm post .*--transformer-impl local"],
+    ),
     "size of 0": (["--tensor-model-parallel-size", "0"], ["--tensor-model-parallel-size must be 1 or more, not 0"]),
     "world of 0": (["--world-size", "0"], ["--world-size must be 1 or more"]),
     "unknown flag": (["--world-sizes", "1"], ["--world-sizes.*did you mean --world-size"]),
@@ -122,6 +125,7 @@ NOTES = {
         [*BF16, "--context-parallel-size", "2"],
         ["needs Transformer Engine", "estimate of activations knows no context parallelism"],
     ),
+    "Transformer Engine": ([*BF16, "--transformer-impl", "transformer_engine"], []),
     "full recompute": (
         [*BF16, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
         ["estimate of activations knows no full recompute"],
@@ -129,17 +133,18 @@ NOTES = {
 }
 
 
-def _command_lines(folder: Path, cases: dict) -> dict:
+def _command_lines(folder: Path, cases: dict[str, list[str]]) -> dict:
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump({**TINY, "prores-warmup-steps": 1, "vocab-size": 512}))
-    return {name: (["plan", "--config", str(config), *flags], 1) for name, (flags, _) in cases.items()}
+    return {name: (["plan", "--config", str(config), *flags], 1) for name, flags in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict:
     """[exit code, stdout, stderr] of every plan of this file's tables."""
     folder = tmp_path_factory.mktemp("plans")
-    return forks.outcomes(folder, "megatron_prores.cli", _command_lines(folder, {**ERRORS, **NOTES}))
+    cases = {name: flags for name, (flags, _) in {**ERRORS, **NOTES}.items()}
+    return forks.outcomes(folder, "megatron_prores.cli", _command_lines(folder, cases))
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -156,11 +161,12 @@ def test_every_error_is_a_line(name, outcomes):
 def test_notes(name, outcomes):
     code, output, errors = outcomes[name]
     assert (code, errors) == (0, "")
-    notes = [line for line in output.splitlines() if line.startswith("note: ")]
+    lines = output.splitlines()
+    notes = [line for line in lines if line.startswith("note: ")]
     assert len(notes) == len(NOTES[name][1]), output
     for note, pattern in zip(notes, NOTES[name][1], strict=True):
         assert re.search(pattern, note), output
-    assert max(map(len, output.splitlines())) < 110
+    assert max(len(line) for line in lines if line not in notes) < 100
 
 
 def planned(folder: Path, *flags: str) -> dict:
@@ -176,8 +182,7 @@ def planned(folder: Path, *flags: str) -> dict:
 RUNS = {
     "one process, tied": (1, (), TIED),
     "tp2 pp2, chunks, grouped queries": (4, (*TP2, *PP2, *CHUNKS, *GROUPS), {}),
-    "tp2 pp2, tied, uneven": (4, (*TP2, *PP2, "--decoder-first-pipeline-num-layers", "2"), TIED),
-    "pp2, layout": (2, (*PP2, "--pipeline-model-parallel-layout", "Et|tt|t|ttL"), {}),
+    "pp2, tied, uneven": (2, (*PP2, "--decoder-first-pipeline-num-layers", "2"), TIED),
 }
 
 
@@ -188,16 +193,49 @@ def test_a_run_has_the_sizes_and_stages_of_its_plan(name, tmp_path, data):
     config = {**data, **change, "train-iters": 1, "eval-iters": 0}
     run = pretrain(tmp_path, *flags, "--verbose", processes=processes, config=config)
     plan = planned(tmp_path, "--config", str(tmp_path / "config.yaml"), *flags)
-    pattern = r"number of parameters on \(tensor, pipeline\) model parallel rank \((\d+), (\d+)\): (\d+)"
+    pattern = r"number of parameters on \(tensor, .*pipeline\) +model parallel rank \((\d+), .*?(\d+)\): (\d+)"
     held = {(int(m[1]), int(m[2])): int(m[3]) for m in re.finditer(pattern, run.output)}
     assert len(held) == processes
     assert {rank: plan["parameters_per_rank"][rank[1]] for rank in held} == held
     assert [stage["layers"] for stage in plan["stages"]] == [_numbers(layers) for _, layers, _ in run.stages()]
 
 
+def test_stages_of_every_layout(tmp_path):
+    """test_layouts.py compares runs with the same table."""
+    cases = {
+        name: [*flags, "--world-size", str(processes), "--json", f"{tmp_path / name}.json"]
+        for name, (processes, flags, _) in LAYOUTS.items()
+    }
+    forks.outcomes(tmp_path, "megatron_prores.cli", _command_lines(tmp_path, cases))
+    plans = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in LAYOUTS}
+    stages = {name: [stage["layers"] for stage in plan["stages"]] for name, plan in plans.items()}
+    assert stages == {name: [_numbers(span) for span in spans] for name, (_, _, spans) in LAYOUTS.items()}
+    assert len({plan["parameters"] for plan in plans.values()}) == 1
+
+
 def _numbers(span: str) -> list[int]:
     ends = [int(number) for number in span.split("-") if number]
     return list(range(ends[0], ends[-1] + 1)) if ends else []
+
+
+def test_what_is_missing(tmp_path):
+    """Without any flags, with sizes alone, and for a run that is given in samples."""
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4"
+    samples = "--micro-batch-size 1 --global-batch-size 2 --train-samples 100 --lr-warmup-samples 10 --bf16"
+    cases = {
+        "nothing": (["plan"], 1),
+        "sizes": (["plan", *sizes.split()], 1),
+        "no learning rate": (["plan", *sizes.split(), *samples.split(), "--vocab-size", "16"], 1),
+        "no vocabulary": (["plan", *sizes.split(), *samples.split(), "--lr", "1"], 1),
+        "samples": (["plan", *sizes.split(), *samples.split(), "--lr", "1", "--vocab-size", "16"], 1),
+    }
+    outcomes = forks.outcomes(tmp_path, "megatron_prores.cli", cases)
+    flags = ["num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings"]
+    assert outcomes["nothing"][2].splitlines() == [f"error: --{flag} is missing" for flag in flags]
+    assert outcomes["sizes"][2] == "error: the run has no length: give --train-iters or --train-samples\n"
+    assert outcomes["no learning rate"][2] == "error: --lr is missing\n"
+    assert "--vocab-size" in outcomes["no vocabulary"][2]
+    assert "50 iterations, 400 tokens" in outcomes["samples"][1] and "over 10.0% of the run" in outcomes["samples"][1]
 
 
 def _seconds_of_children() -> float:
