@@ -69,8 +69,8 @@ def _summary(plan: "Plan") -> list[str]:
         "processes": f"{plan.world_size:,} = tensor {plan.tensor_parallel} x pipeline {plan.pipeline_parallel}{chunks} "
         f"x context {plan.context_parallel} x data {plan.data_parallel}; {plan.dtype}",
         "per rank": f"{per_rank} parameters",
-        "memory": f"{_gib(plan.memory.total)} on the fullest rank: weights and optimizer "
-        f"{_gib(plan.memory.weights_and_optimizer)}, activations {_gib(plan.memory.activations)}",
+        "memory": f"{_bytes(plan.memory.total)} on the fullest rank: weights and optimizer "
+        f"{_bytes(plan.memory.weights_and_optimizer)}, activations {_bytes(plan.memory.activations)}",
         "batch": f"{plan.global_batch_size:,} sequences of {plan.seq_length:,} tokens: {plan.microbatches:,} "
         f"microbatch{'es' * (plan.microbatches > 1)} of {plan.micro_batch_size}{bubble}",
         "run": f"{plan.iterations:,} iterations, {_large(plan.tokens)} tokens "
@@ -128,5 +128,6 @@ def _large(value: float) -> str:
     return str(value)
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
+def _bytes(size: float) -> str:
+    value, unit = (size / 2**30, "GiB") if size >= 2**30 else (size / 2**20, "MiB")
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"

@@ -221,7 +221,7 @@ def _numbers(span: str) -> list[int]:
 def test_what_is_missing(tmp_path):
     """Without any flags, with sizes alone, and for a run that is given in samples."""
     sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4"
-    samples = "--micro-batch-size 1 --global-batch-size 2 --train-samples 100 --lr-warmup-samples 10 --bf16"
+    samples = "--micro-batch-size 1 --global-batch-size 2 --train-samples 100 --lr-warmup-samples 10 --eval-iters 0"
     cases = {
         "nothing": (["plan"], 1),
         "sizes": (["plan", *sizes.split()], 1),
