@@ -21,21 +21,23 @@ find_python() {
 is_installed() {
     local extra file
     for extra in ${2//,/ }; do
-        for file in pyproject.toml setup.py constraints.txt; do
+        for file in pyproject.toml setup.py constraints.txt csrc/*; do
             [ "$1/.installed-$extra" -nt "$file" ] || return 1
         done
     done
 }
 
 make_environment() {
-    local extras=$1 venv=${PRORES_VENV:-.venv} found quiet='' extra
+    local extras=$1 venv=${PRORES_VENV:-.venv} found extra install
     python=$venv/bin/python
     is_installed "$venv" "$extras" && return
     found=$(find_python) || return
     echo "installing into $venv with $found (PyTorch and its CUDA libraries: about 6 GB, a few minutes)"
     [ -x "$python" ] || "$found" -m venv "$venv" || return
-    [ -t 1 ] || quiet=-q
-    "$python" -m pip install $quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return
+    install=("$python" -m pip install --disable-pip-version-check -c constraints.txt)
+    [ -t 1 ] || install+=(-q)
+    # The extension is compiled against the headers of the torch that is there.
+    "${install[@]}" torch && "${install[@]}" -e ".[$extras]" || return
     for extra in ${extras//,/ }; do
         touch "$venv/.installed-$extra"
     done

@@ -15,6 +15,7 @@ COMMANDS = {
     "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
     "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
     "generate": ("generate", "sample text from a checkpoint"),
+    "doctor": ("doctor", "print versions and what was built, and check the operators on this machine"),
 }
 
 

@@ -100,7 +100,9 @@ SEAM = """
     from megatron_prores import Schedule
     from megatron_prores.coefficients import LayerCoefficient, StageCoefficients
     from megatron_prores.megatron.layer import scaled_bias_dropout_add
+    from megatron_prores.ops import use_op
 
+    use_op("torch")  # the fused operators need no compiler
     layers = [LayerCoefficient(number, "cpu") for number in (1, 2, 3)]
     stage = StageCoefficients(Schedule("linear", num_layers=3, warmup_steps=5), layers)
     adds = [scaled_bias_dropout_add(layer)(training=True, fused=True) for layer in layers]

@@ -33,7 +33,7 @@ from megatron_prores.coefficients import StageCoefficients
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import host, spec
 from megatron_prores.megatron.layer import ProResTransformerLayer
-from megatron_prores.megatron.norm import build_norm, has_apex
+from megatron_prores.megatron.norm import _Norm, build_norm, has_apex
 from megatron_prores.megatron.spec import prores_layer_spec, prores_local_layer_spec, stock_layer_spec
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, SEQ, BATCH = 3, 16, 4, 2, 24, 32, 8, 2
@@ -206,7 +206,7 @@ def reference(weights, tokens, alphas):
     ],
     ids=["0", "1/3", "1", "linear", "stagewise"],
 )
-def test_logits_and_gradients_are_those_of_the_formulas(schedule, expected):
+def test_logits_and_gradients_are_those_of_the_formulas(schedule, expected, op):
     model = build().double()
     warm_up(model, *schedule)
     logits, loss, grads = run(model)
@@ -224,6 +224,7 @@ def test_logits_and_gradients_are_those_of_the_formulas(schedule, expected):
         torch.testing.assert_close(grads[name], weight.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.usefixtures("torch_op")
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("stock", [None, stock_layer_spec], ids=["Megatron's spec", "stock_layer_spec"])
 def test_alpha_one_is_the_stock_model_bit_for_bit(stock, flags):
@@ -236,6 +237,7 @@ def test_alpha_one_is_the_stock_model_bit_for_bit(stock, flags):
     assert not torch.equal(run(ours)[0], results[0])  # alpha is what made them equal
 
 
+@pytest.mark.usefixtures("torch_op")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("fp32_residual_connection", [False, True])
 def test_alpha_one_is_the_stock_model_in_bf16(fp32_residual_connection, name):
@@ -302,6 +304,39 @@ def test_both_branches_are_scaled_by_the_same_alpha(flags):
         torch.testing.assert_close(out, x + alpha * (branch + (0 if bias is None else bias)), rtol=1e-5, atol=1e-6)
 
 
+def test_the_norm_before_the_mlp_is_computed_with_the_add(op, monkeypatch):
+    model = build()
+    warm_up(model, "linear", 10, 7)
+    separate = []
+    forward = _Norm.forward
+    monkeypatch.setattr(_Norm, "forward", lambda norm, x: [separate.append(norm), forward(norm, x)][1])
+    run(model)
+    mlp_norms = {layer.pre_mlp_layernorm for layer in model.decoder.layers}
+    assert mlp_norms.isdisjoint(separate) == (op == "fused")
+    assert {layer.input_layernorm for layer in model.decoder.layers} <= set(separate)
+    assert all(norm._known is None for norm in mlp_norms)
+
+
+def test_a_norm_that_megatron_recomputes_stands_alone():
+    # Megatron drops such a norm's output and calls the norm again. Running this needs Transformer Engine.
+    layers = build(recompute_granularity="selective", recompute_modules=["layernorm"]).decoder.layers
+    assert all(layer.recompute_pre_mlp_layernorm for layer in layers)
+    assert all(layer.pre_mlp_layernorm not in layer.self_attn_bda.args for layer in layers)
+
+
+def test_a_norm_computed_with_the_add_is_for_its_stream_only():
+    norm = build_norm(transformer_config(), HIDDEN)
+    x, residual = torch.randn(2, SEQ, BATCH, HIDDEN)
+    stream, normed = norm(x, residual, torch.tensor(0.5))
+    torch.testing.assert_close(stream, residual + x / 2)
+    torch.testing.assert_close(normed, norm(stream))
+    norm.remember(stream, normed)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (HIDDEN,), eps=norm.eps))
+    norm.remember(stream, normed)
+    assert norm(stream) is normed
+    assert norm(stream) is not normed
+
+
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_names_keys_and_numbers_are_those_of_the_stock_model(flags):
     ours, theirs = build(**flags), build(None, **flags)
@@ -361,6 +396,7 @@ def local_spec():
     return spec
 
 
+@pytest.mark.usefixtures("torch_op")
 @pytest.mark.parametrize("make", [local_spec, lambda: prores_local_layer_spec], ids=["of a user", "of the package"])
 def test_a_spec_object_can_be_used_twice(make):
     spec = make()

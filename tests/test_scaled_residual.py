@@ -1,38 +1,34 @@
-"""residual_scale * residual + alpha * dropout(x + bias) against float64 and against Megatron's own residual add."""
+"""residual_scale * residual + alpha * dropout(x + bias) against float64 and against Megatron's own residual add.
+
+The dropout mask itself is the matter of test_dropout_mask.py.
+"""
+
+import itertools
 
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from op_cases import (
+    ALPHAS,
+    CONVERTED_PAIRS,
+    DTYPE_PAIRS,
+    DTYPES,
+    INSTRUCTION_SETS,
+    SHAPES,
+    SPECIAL,
+    assert_as_exact_as_torch,
+    forward_backward,
+    inputs,
+    instruction_set,
+    require_fused,
+    same_bits,
+    threads,
+)
 
 from megatron_prores.ops import scaled_residual
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# (dtype of x and bias, dtype of the residual); the second of the mixed ones is --fp32-residual-connection.
-DTYPE_PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-SHAPES = [(5, 123, 123), (7, 1, 33), (3,), (0, 2, 4), (2, 3, 0)]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def inputs(shape, dtypes, with_bias=True):
-    """x, residual, bias (or None) and the gradient of the result, the same for every dtype up to rounding."""
-    generator = torch.Generator().manual_seed(0)
-    x_dtype, dtype = dtypes
-    wide = [torch.randn(size, generator=generator, dtype=torch.float64) for size in (shape, shape, shape[-1:], shape)]
-    x, residual, bias, grad = wide
-    if x.numel():  # signed zeros show differences that values do not
-        x.view(-1)[0], residual.view(-1)[0] = -0.0, -0.0
-    leaves = [x.to(x_dtype), residual.to(dtype), bias.to(x_dtype) if with_bias else None]
-    return [leaf if leaf is None else leaf.requires_grad_() for leaf in leaves], grad.to(dtype)
-
-
-def forward_backward(function, leaves, grad):
-    """The result and the gradients of the leaves that are there."""
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves if leaf is not None]
-    out = function(*leaves, *[None] * (3 - len(leaves)))
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def plain(x, residual, bias, alpha, residual_scale):
+def plain(x, residual, bias, alpha, residual_scale=1.0):
     """The formula in the residual's dtype, one torch operation after another."""
     x = x.to(residual.dtype)
     if bias is not None:
@@ -40,37 +36,63 @@ def plain(x, residual, bias, alpha, residual_scale):
     return residual * residual_scale + x * alpha
 
 
-def same_bits(a, b):
-    bits = BITS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+def assert_exact(shape, dtypes, with_bias, alpha, residual_scale, bias_dtype=None):
+    (x, residual, bias), grad = inputs(shape, dtypes, with_bias)
+    alpha = torch.tensor(alpha)
+    assert_as_exact_as_torch(
+        lambda x, residual, bias: scaled_residual(x, residual, alpha, bias, residual_scale=residual_scale),
+        lambda x, residual, bias: plain(x, residual, bias, alpha.item(), residual_scale),
+        [x, residual, bias if bias is None or bias_dtype is None else bias.to(bias_dtype)],
+        grad,
+        case=f"{shape}, bias {with_bias}, alpha {alpha}, residual_scale {residual_scale}",
+    )
 
 
 @pytest.mark.parametrize("residual_scale", [1.0, 1.7])
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtypes", [*DTYPE_PAIRS, *CONVERTED_PAIRS], ids=str)
+def test_agrees_with_float64(dtypes, residual_scale, op):
+    for shape, alpha, with_bias in itertools.product(SHAPES, ALPHAS, [True, False]):
+        assert_exact(shape, dtypes, with_bias, alpha, residual_scale)
+
+
+@pytest.mark.parametrize("dtypes", [pair for pair in DTYPE_PAIRS if pair[0] != pair[1]], ids=str)
+def test_a_bias_of_the_residuals_dtype(dtypes, op):
+    assert_exact((5, 17, 33), dtypes, True, 1 / 3, 1.0, bias_dtype=dtypes[1])
+
+
+def special_values(dtypes):
+    """Every pair of special values as x and residual, and a gradient as special as the residual."""
+    values = torch.tensor(SPECIAL, dtype=torch.float64)
+    values = torch.cat([values, -values])
+    x, residual = torch.cartesian_prod(values, values).unbind(-1)
+    return x.to(dtypes[0]), residual.to(dtypes[1])
+
+
+def assert_is_residual_plus_x(dtypes):
+    (x, residual, _), grad = inputs((5, 123, 123), dtypes)
+    special_x, special_residual = special_values(dtypes)
+    for x, residual, grad in ((x, residual, grad), (special_x, special_residual, special_residual)):
+        out, x_grad, residual_grad = forward_backward(
+            lambda x, residual: scaled_residual(x, residual, torch.tensor(1.0)), [x, residual], grad
+        )
+        assert same_bits(out, residual + x.to(residual.dtype))
+        assert same_bits(x_grad, grad.to(x.dtype))
+        assert same_bits(residual_grad, grad)
+
+
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_float64(shape, dtypes, with_bias, residual_scale):
-    alpha = torch.tensor(1 / 3)
-    leaves, grad = inputs(shape, dtypes, with_bias)
-
-    def op(x, residual, bias):
-        return scaled_residual(x, residual, alpha, bias, residual_scale=residual_scale)
-
-    def formula(x, residual, bias):
-        return plain(x, residual, bias, alpha.item(), residual_scale)
-
-    wide = [None if leaf is None else leaf.double() for leaf in leaves]
-    exact = forward_backward(formula, wide, grad.double())
-    plains = forward_backward(formula, leaves, grad)
-    results = forward_backward(op, leaves, grad)
-    assert results[0].dtype == dtypes[1] and results[0].shape == torch.Size(shape)
-    for result, same_dtype, reference in zip(results, plains, exact, strict=True):
-        assert result.dtype == same_dtype.dtype and result.shape == same_dtype.shape
-        if result.numel():
-            eps = 4 * torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps * reference.abs().max()
-            assert (result - reference).abs().max() <= 2 * (same_dtype - reference).abs().max() + eps
+def test_alpha_one_is_residual_plus_x_bit_for_bit(dtypes, op):
+    assert_is_residual_plus_x(dtypes)
 
 
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set_is_exact_at_alpha_one(name):
+    with instruction_set(name):
+        for dtypes in DTYPE_PAIRS:
+            assert_is_residual_plus_x(dtypes)
+
+
+@pytest.mark.usefixtures("torch_op")
 @pytest.mark.parametrize("prob", [0.0, 0.1])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -78,25 +100,24 @@ def test_agrees_with_float64(shape, dtypes, with_bias, residual_scale):
 def test_alpha_one_is_megatron_bit_for_bit(dtypes, with_bias, training, prob):
     leaves, grad = inputs((5, 123, 123), dtypes, with_bias)
 
-    def op(x, residual, bias):
+    def ours(x, residual, bias):
         return scaled_residual(x, residual, torch.tensor(1.0), bias, prob, training)
 
     def megatron(x, residual, bias):
         return get_bias_dropout_add(training, False)((x, bias), residual, prob)
 
     results = []
-    for function in (op, megatron):
+    for function in (ours, megatron):
         torch.manual_seed(5)
         results.append(forward_backward(function, leaves, grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert same_bits(ours, theirs)
+    assert all(map(same_bits, *results))
     dropped = (results[0][1] == 0).float().mean().item()  # the gradient of x
     assert dropped == pytest.approx(prob if training else 0.0, abs=0.01)
 
 
 @pytest.mark.parametrize("prob", [0.0, 0.1])
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
-def test_alpha_zero_is_the_residual_with_zero_gradients(dtypes, prob):
+def test_alpha_zero_is_the_residual_with_zero_gradients(dtypes, prob, op):
     leaves, grad = inputs((5, 17, 33), dtypes)
     out, x_grad, residual_grad, bias_grad = forward_backward(
         lambda x, residual, bias: scaled_residual(x, residual, torch.tensor(0.0), bias, prob), leaves, grad
@@ -107,7 +128,7 @@ def test_alpha_zero_is_the_residual_with_zero_gradients(dtypes, prob):
 
 
 @pytest.mark.parametrize("dtypes", [pair for pair in DTYPE_PAIRS if pair[0].itemsize == 2], ids=str)
-def test_alpha_is_not_rounded_to_half_precision(dtypes):
+def test_alpha_is_not_rounded_to_half_precision(dtypes, op):
     alpha = torch.tensor(1 / 3)
     rounded = alpha.to(dtypes[0])
     assert rounded.double() != alpha.double()  # 0.333984 in bfloat16
@@ -118,65 +139,185 @@ def test_alpha_is_not_rounded_to_half_precision(dtypes):
         return (x.double() * value.double()).to(dtypes[1])
 
     out, x_grad, _ = forward_backward(
-        lambda x, residual, _: scaled_residual(x, residual, alpha), [x, residual], exact(alpha)
+        lambda x, residual: scaled_residual(x, residual, alpha), [x, residual], exact(alpha)
     )
     assert torch.equal(out, exact(alpha)) and not torch.equal(out, exact(rounded))
     assert torch.equal(x_grad, (out.double() * alpha.double()).to(dtypes[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_scaled_sum_is_rounded_once(dtype):
+def test_the_scaled_sum_is_rounded_once(dtype, op):
     # Two exact products of half-precision numbers: only the last rounding is left.
     (x, residual, _), _ = inputs((5, 17, 33), (dtype, dtype))
     out = scaled_residual(x, residual, torch.tensor(0.75), residual_scale=1.125)
     assert torch.equal(out, (1.125 * residual.double() + 0.75 * x.double()).to(dtype))
 
 
-def test_dropout_scales_what_it_keeps_and_stops_in_evaluation():
-    x, residual, alpha = torch.ones(100, 100), torch.full((100, 100), 2.0), torch.tensor(0.5)
-    torch.manual_seed(1)
-    values = scaled_residual(x, residual, alpha, prob=0.5).unique(return_counts=True)
-    assert values[0].tolist() == [2.0, 3.0]
-    assert abs(values[1][0].item() - 5000) < 300
-    state = torch.get_rng_state()
-    assert torch.equal(scaled_residual(x, residual, alpha, prob=0.5, training=False), residual + 0.5)
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_conversions_are_torchs(dtype, name):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    # float32 at, above and below every half-precision number and every tie between two.
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001])
+    wide = (torch.arange(-(2**15), 2**15)[:, None] * 2**16 + low).to(torch.int32).view(torch.float32)
+    minus_zero = torch.tensor(-0.0).expand(every.shape)  # adding it changes nothing, not even 0
+    with instruction_set(name) as fused:
+        assert same_bits(fused.scaled_residual(every, minus_zero, torch.tensor(1.0)), every.float())
+        _, narrowed, _ = forward_backward(
+            lambda x, residual: fused.scaled_residual(x, residual, torch.tensor(1.0)),
+            [torch.zeros(wide.shape, dtype=dtype), torch.zeros(wide.shape)],
+            wide,
+        )
+        assert same_bits(narrowed, wide.to(dtype))
+        for alpha in (0.5, 0.75, 1.5, 1 / 3, 1 + 2**-9):  # ties, subnormal results, overflow
+            out = fused.scaled_residual(every, minus_zero.to(dtype), torch.tensor(alpha))
+            assert same_bits(out, (every.float() * alpha).to(dtype))
 
 
+@pytest.mark.parametrize("residual_scale", [1.0, 1.5])
+@pytest.mark.parametrize("prob", [0.0, 0.3])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("alpha", [0.0, 1 / 3, 1.0])
-def test_gradcheck(alpha, with_bias):
+def test_gradcheck(with_bias, prob, residual_scale, op):
     leaves, _ = inputs((3, 2, 5), (torch.float64, torch.float64), with_bias)
-    value = torch.tensor(alpha)
+    for value in ALPHAS:
 
-    def op(x, residual, bias=None):
-        return scaled_residual(x, residual, value, bias, residual_scale=1.5)
+        def function(x, residual, bias=None, alpha=torch.tensor(value)):  # noqa: B008
+            torch.manual_seed(2)
+            return scaled_residual(x, residual, alpha, bias, prob, residual_scale=residual_scale)
 
-    assert torch.autograd.gradcheck(op, [leaf for leaf in leaves if leaf is not None])
+        assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in leaves if leaf is not None])
+
+
+@pytest.mark.parametrize("residual_scale", [1.0, 1.5])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_opcheck(dtypes, residual_scale):
+    require_fused()
+    for with_bias, with_dropout in ((True, True), (False, False)):
+        (x, residual, bias), grad = inputs((3, 2, 5), dtypes, with_bias)
+        leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in (x, residual, bias)]
+        rng = torch.tensor([1, 2]) if with_dropout else None
+        scaling = (torch.tensor(0.3), rng, 0.4, residual_scale)
+        torch.library.opcheck(torch.ops.prores.scaled_residual, (*leaves[:2], scaling[0], leaves[2], *scaling[1:]))
+        torch.library.opcheck(torch.ops.prores.scaled_residual_backward, (grad, *scaling, x.dtype, with_bias))
+
+
+def test_the_residuals_gradient_is_the_incoming_one():
+    fused = require_fused()
+    for dtypes in DTYPE_PAIRS:
+        leaves, grad = inputs((3, 4), dtypes)
+        for d_out in (grad, grad.t().contiguous().t(), grad[:1].expand(3, 4)):
+            d_residual = forward_backward(
+                lambda x, residual, bias: fused.scaled_residual(x, residual, torch.tensor(0.5), bias), leaves, d_out
+            )[2]
+            assert d_residual.data_ptr() == d_out.data_ptr() and torch.equal(d_residual, d_out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_non_contiguous_inputs(dtype):
+def test_non_contiguous_inputs_and_gradients(dtype, op):
     (x, residual, bias), grad = inputs((6, 10, 14), (dtype, dtype))
     alpha = torch.tensor(0.3)
     views = [x.transpose(0, 1), residual[:, :, ::2].repeat(1, 1, 2).transpose(0, 1), bias.repeat_interleave(3)[::3]]
-    assert not any(view.is_contiguous() for view in views)
+    broadcast = [x[:1].expand(10, 10, 14), residual[0, 0].expand(10, 10, 14), bias[:1].expand(14)]
 
-    def op(x, residual, bias):
-        return scaled_residual(x, residual, alpha, bias)
+    def function(x, residual, bias):
+        return scaled_residual(x, residual, alpha, bias, residual_scale=1.5)
 
-    grad = grad.transpose(0, 1)
-    copies = [view.contiguous() for view in views]
-    for view, copy in zip(
-        forward_backward(op, views, grad), forward_backward(op, copies, grad.contiguous()), strict=True
-    ):
-        # The bias's gradient is a sum, whose order may follow the layout.
-        torch.testing.assert_close(view, copy, atol=0 if view.ndim > 1 else None, rtol=0 if view.ndim > 1 else None)
+    for leaves, d_out in ((views, grad.transpose(0, 1)), (broadcast, grad[0, 0, 0].expand(10, 10, 14))):
+        assert not any(tensor.is_contiguous() for tensor in (*leaves, d_out))
+        results = forward_backward(function, leaves, d_out)
+        copies = forward_backward(function, [leaf.contiguous() for leaf in leaves], d_out.contiguous())
+        for result, copy in zip(results, copies, strict=True):
+            # The bias's gradient is a sum, whose order may follow the layout.
+            exact = {} if result.ndim == 1 else {"atol": 0, "rtol": 0}
+            torch.testing.assert_close(result, copy, **exact)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_left_alone(op):
     (x, residual, bias), _ = inputs((3, 4), (torch.float32, torch.float32))
     before = [tensor.clone() for tensor in (x, residual, bias)]
-    with torch.no_grad():
-        scaled_residual(x, residual, torch.tensor(0.5), bias, training=False)
+    scaled_residual(x, residual, torch.tensor(0.5), bias, training=False)
     assert all(map(torch.equal, (x, residual, bias), before))
+
+
+def test_alpha_is_read_when_the_operator_runs(op):
+    alphas = torch.tensor([0.25, 0.5, 0.75])  # of a stage
+    x, residual = torch.ones(2, 3), torch.zeros(2, 3)
+    for value in (0.125, 1.0):
+        alphas[1].fill_(value)
+        for alpha in (alphas[1], alphas[1:2]):
+            out, x_grad, _ = forward_backward(
+                lambda x, residual, alpha=alpha: scaled_residual(x, residual, alpha), [x, residual], torch.ones(2, 3)
+            )
+            assert torch.equal(out, x * value) and torch.equal(x_grad, x * value)
+
+
+def test_alpha_that_changes_before_backward_is_an_error(op):
+    alphas = torch.tensor([0.25, 0.5])
+    x = torch.ones(2, 3, requires_grad=True)
+    out = scaled_residual(x, torch.zeros(2, 3), alphas[0])
+    alphas.fill_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+X, ALPHA = torch.ones(4, 3), torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (X, torch.ones(4, 4), ALPHA),
+        (X, torch.ones(3, 4), ALPHA),
+        (X, X, torch.ones(2)),
+        (X, X, ALPHA, torch.ones(4)),
+        (X, X, ALPHA, None, 1.5),
+    ],
+    ids=["residual's size", "residual's shape", "two alphas", "bias's size", "probability"],
+)
+def test_wrong_arguments_are_errors(args, op):
+    with pytest.raises((RuntimeError, ValueError)):
+        scaled_residual(*args)
+
+
+def test_arguments_that_only_kernels_mind():
+    fused = require_fused()
+    for x, alpha in ((X.long(), ALPHA), (X, ALPHA.double()), (torch.tensor(1.0), ALPHA)):
+        with pytest.raises(RuntimeError, match="prores: "):
+            fused.scaled_residual(x, x, alpha)
+    for rng in (torch.ones(2), torch.ones(1, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="prores: .*rng"):
+            torch.ops.prores.scaled_residual(X, X, ALPHA, None, rng, 0.5, 1.0)
+
+
+def run_fused(shape, dtypes):
+    """Results and gradients with everything there is: bias, dropout, scaled residual."""
+    fused = require_fused()
+    leaves, grad = inputs(shape, dtypes)
+    torch.manual_seed(4)
+    return forward_backward(
+        lambda x, residual, bias: fused.scaled_residual(x, residual, torch.tensor(1 / 3), bias, 0.3, True, 1.5),
+        leaves,
+        grad,
+    )
+
+
+@pytest.mark.parametrize("shape", [(130, 1025), (5, 123, 123), (7, 20001)], ids=str)
+def test_one_and_two_threads_agree_bit_for_bit(shape):
+    for dtypes in DTYPE_PAIRS:
+        with threads(1):
+            one = run_fused(shape, dtypes)
+        with threads(2):
+            assert all(map(same_bits, run_fused(shape, dtypes), one))
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS[1:])
+def test_instruction_sets_agree(name):
+    for dtypes, shape in itertools.product(DTYPE_PAIRS, SHAPES):
+        with instruction_set("base"):
+            base = run_fused(shape, dtypes)
+        with instruction_set(name):
+            results = run_fused(shape, dtypes)
+        assert torch.equal(results[1] == 0, base[1] == 0)  # the mask
+        for result, other in zip(results, base, strict=True):
+            eps = 4 * torch.finfo(result.dtype).eps
+            assert result.numel() == 0 or (result - other).abs().max() <= eps * other.abs().max()

@@ -3,6 +3,7 @@
 import argparse
 
 from megatron_prores.errors import UserError
+from megatron_prores.ops.choice import OPS, use_op
 from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, SCHEDULES, Schedule
 from megatron_prores.variants import INITS, PLACEMENTS, init_of
 
@@ -43,6 +44,13 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "ds: output projections of layer l s/sqrt(2l); scaled: output projections s/sqrt(2L); deepnorm: Xavier with "
         "gain (8L)^(-1/4), and 1 for queries and keys, in the layers. Without the flag: Megatron's own, and deepnorm "
         "with --prores-norm deepnorm",
+    )
+    group.add_argument(
+        "--prores-op",
+        default="auto",
+        choices=OPS,
+        help="the residual add and the RMSNorm after it: fused (C++/CUDA); torch, which at alpha = 1 is bit for bit "
+        "Megatron's; or auto (default), fused where that is built for the device",
     )
     group.add_argument(
         "--prores-strict", action="store_true", help="refuse a warm-up that is longer than the run (default: a note)"
@@ -88,6 +96,7 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
     Raises:
         UserError: names the flag to change.
     """
+    use_op(getattr(args, "prores_op", "auto"))
     schedule = schedule_from_args(args)
     norm = getattr(args, "prores_norm", "pre")
     validate_init(args)
@@ -107,7 +116,7 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
                 f"ProRes does not support {flag}: remove it, or switch ProRes off with --prores-schedule none"
                 + (" --prores-norm pre" if norm != "pre" else "")
             )
-    if args.transformer_impl != "local" and norm in ("post", "deepnorm", "lns"):
+    if norm in ("post", "deepnorm", "lns") and args.transformer_impl != "local":
         raise UserError(
             f"--prores-norm {norm} needs norms that are not fused into the linear layers: use --transformer-impl local"
         )

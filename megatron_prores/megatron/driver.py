@@ -20,6 +20,7 @@ from megatron_prores.errors import UserError
 from megatron_prores.megatron.arguments import is_stock, schedule_from_args
 from megatron_prores.megatron.layer import ProResTransformerLayer
 from megatron_prores.megatron.screen import say
+from megatron_prores.ops.choice import default_device_type, describe_op, use_op
 from megatron_prores.schedule import Schedule
 
 StageLayers = list[tuple[int, int, list[int]]]
@@ -94,6 +95,7 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
     args = get_args()
     if not hasattr(args, "prores_schedule"):
         raise UserError("call megatron_prores.megatron.enable() before Megatron parses its arguments, not after")
+    use_op(args.prores_op)
     schedule = schedule_from_args(args)
     chunks = [[m for m in chunk.modules() if isinstance(m, ProResTransformerLayer)] for chunk in model]
     stages = _all_stages([[(layer.layer_number, layer.norm) for layer in chunk] for chunk in chunks])
@@ -104,6 +106,8 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
     _coefficients.set_step(args.iteration)
     if torch.distributed.get_rank() == 0:
         say(stage_table(stages, schedule, args.iteration, args.prores_norm))
+        if any(chunks):
+            say(f"residual add: {describe_op(default_device_type())}")
     return stages
 
 

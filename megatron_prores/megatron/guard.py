@@ -9,7 +9,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.training import checkpointing, get_args, training
@@ -31,7 +32,6 @@ def install() -> None:
     @functools.wraps(original_check)
     def check_checkpoint_args(checkpoint_args, *args, **kwargs):
         original_check(checkpoint_args, *args, **kwargs)
-        check_norm(checkpoint_args, get_args())
         check_schedule(checkpoint_args, get_args())
 
     checkpointing.check_checkpoint_args = check_checkpoint_args
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def check_norm(checkpoint_args: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Refuse to resume with another placement of the norms: it is another model, at times with the same parameters.
+    """Refuse to load a checkpoint with its norms placed otherwise: another model, at times with the same parameters.
 
     Raises:
         UserError: names both.
@@ -128,7 +128,8 @@ def _explained(load: Callable) -> Callable:
 
     def load_checkpoint(*args, **kwargs):
         try:
-            result = load(*args, **kwargs)
+            with _norms_compared():
+                result = load(*args, **kwargs)
             _tell_loaded(get_args(), result[0])
             return result
         except UserError:
@@ -154,6 +155,25 @@ def _explained(load: Callable) -> Callable:
             ) from error
 
     return load_checkpoint
+
+
+@contextmanager
+def _norms_compared() -> Iterator[None]:
+    """While Megatron loads a checkpoint: otherwise it misses parameters before it compares arguments."""
+    original = checkpointing._load_base_checkpoint
+
+    @functools.wraps(original)
+    def load_base_checkpoint(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if result[0] and "args" in result[0]:
+            check_norm(result[0]["args"], get_args())
+        return result
+
+    checkpointing._load_base_checkpoint = load_base_checkpoint
+    try:
+        yield
+    finally:
+        checkpointing._load_base_checkpoint = original
 
 
 def _tell_loaded(args: argparse.Namespace, iteration: int) -> None:

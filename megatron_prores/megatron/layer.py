@@ -13,12 +13,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_prores.coefficients import LayerCoefficient
 from megatron_prores.errors import UserError
-from megatron_prores.megatron.norm import NoNorm, build_torch_norm
-from megatron_prores.ops import scaled_residual
+from megatron_prores.megatron.norm import NoNorm, build_torch_norm, takes_add
+from megatron_prores.ops import is_fused, plain, scaled_residual
 from megatron_prores.variants import Placement, placement_of
 
 # Compiled as Megatron compiles its own bias-dropout-add; alpha is a tensor, so that one graph serves every step.
-_fused_scaled_residual = jit_fuser(scaled_residual)
+_compiled_scaled_residual = jit_fuser(plain.scaled_residual)
 
 
 def scaled_bias_dropout_add(
@@ -26,6 +26,7 @@ def scaled_bias_dropout_add(
     residual_scale: float = 1.0,
     branch_norm: torch.nn.Module | None = None,
     output_norm: torch.nn.Module | None = None,
+    next_norm: torch.nn.Module | None = None,
 ) -> Callable:
     """A stand-in for Megatron's `get_bias_dropout_add`: `N(A*residual + alpha*dropout(M(x + bias)))`.
 
@@ -34,25 +35,37 @@ def scaled_bias_dropout_add(
         residual_scale: A.
         branch_norm: M, or None for the identity.
         output_norm: N, or None for the identity.
+        next_norm: the norm that is called next on what is returned. Where it can, it is computed with the add.
 
     Returns:
         `bda(training, fused)`, which returns `add((x, bias), residual, prob)`; x and residual are [s, b, h].
     """
-    # A partial and not a closure: in a deep copy of the layer it holds the norms of the copy.
-    return partial(_bda, coefficient, residual_scale, branch_norm, output_norm)
+    # A partial and not a closure: what it holds can be looked at.
+    return partial(_bda, coefficient, residual_scale, branch_norm, output_norm, next_norm)
 
 
-def _bda(coefficient, residual_scale, branch_norm, output_norm, training: bool, fused: bool):
-    op = _fused_scaled_residual if fused else scaled_residual
-
+def _bda(coefficient, residual_scale, branch_norm, output_norm, next_norm, training: bool, fused: bool):
     def add(x_with_bias, residual, prob):
         x, bias = x_with_bias
         if branch_norm is not None:
             x, bias = branch_norm(x if bias is None else x + bias), None
-        x = op(x, residual, coefficient.read(), bias, prob, training, residual_scale)
-        return x if output_norm is None else output_norm(x)
+        operands = (x, residual, coefficient.read(), bias, prob, training, residual_scale)
+        if takes_add(output_norm, residual):
+            return output_norm(*operands)[1]
+        if takes_add(next_norm, residual):
+            stream, normed = next_norm(*operands)
+            next_norm.remember(stream, normed)
+            return stream
+        stream = _add_operator(residual, fused)(*operands)
+        return stream if output_norm is None else output_norm(stream)
 
     return add
+
+
+def _add_operator(residual: torch.Tensor, compiled: bool) -> Callable:
+    if is_fused(residual.device.type):
+        return scaled_residual
+    return _compiled_scaled_residual if compiled else plain.scaled_residual
 
 
 class ProResTransformerLayer(TransformerLayer):
@@ -97,18 +110,23 @@ class ProResTransformerLayer(TransformerLayer):
             scale = placement.input_scale(self.layer_number)
             self.input_layernorm.output_scale = self.pre_mlp_layernorm.output_scale = scale
         self.coefficient = LayerCoefficient(self.layer_number, _device())
-        self.post_self_attn_layernorm, self.self_attn_bda = self._residual_add(placement)
+        # The MLP's add leaves the norm after it alone: that one is the next layer's, which may be on another stage,
+        # behind a recomputation boundary, or still waiting for its parameters.
+        next_norm = None if self.recompute_pre_mlp_layernorm else self.pre_mlp_layernorm
+        self.post_self_attn_layernorm, self.self_attn_bda = self._residual_add(placement, next_norm)
         self.post_mlp_layernorm, self.mlp_bda = self._residual_add(placement)
 
-    def _residual_add(self, placement: Placement) -> tuple[torch.nn.Module | None, Callable]:
+    def _residual_add(
+        self, placement: Placement, next_norm: torch.nn.Module | None = None
+    ) -> tuple[torch.nn.Module | None, Callable]:
         """The norm that the placement adds to a branch, if any, and the branch's residual add."""
         scale = placement.residual_scale(self.config.num_layers)
         if not placement.branch and not placement.after:
-            return None, scaled_bias_dropout_add(self.coefficient, scale)
+            return None, scaled_bias_dropout_add(self.coefficient, scale, next_norm=next_norm)
         norm = build_torch_norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
         norm.keeps_dtype = placement.after  # the stream keeps its dtype
         where = {"output_norm" if placement.after else "branch_norm": norm}
-        return norm, scaled_bias_dropout_add(self.coefficient, scale, **where)
+        return norm, scaled_bias_dropout_add(self.coefficient, scale, next_norm=next_norm, **where)
 
 
 def _device() -> torch.device | int:

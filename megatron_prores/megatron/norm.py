@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from megatron_prores.errors import UserError
+from megatron_prores.ops import is_fused, scaled_residual_rms_norm
 
 
 class _Norm(torch.nn.Module):
@@ -32,7 +33,33 @@ class _Norm(torch.nn.Module):
 
 
 class _RMSNorm(_Norm, torch.nn.RMSNorm):
+    """Also does the residual add before it, in the same pass over memory where the operators are fused."""
+
     _function = staticmethod(F.rms_norm)
+    _known: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, *add) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x; with the other arguments of `scaled_residual` the new stream and its norm."""
+        if add:
+            # Called as any module, so that hooks that wait for the weight run first (overlapped parameter gather).
+            residual, alpha, *rest = add
+            gain = self.weight if self.output_scale == 1.0 else self.weight * self.output_scale
+            return scaled_residual_rms_norm(x, residual, alpha, gain, self.eps, *rest)
+        known, self._known = self._known, None
+        return known[1] if known is not None and known[0] is x else super().forward(x)
+
+    def remember(self, stream: torch.Tensor, normed: torch.Tensor) -> None:
+        """Answer the next call with `normed` if it is about this very `stream`."""
+        self._known = (stream, normed)
+
+    def takes_add(self, residual: torch.Tensor) -> bool:
+        """True where add and norm are one fused operator that gives the dtype this norm gives."""
+        return is_fused(residual.device.type) and not (self.keeps_dtype and residual.dtype != self.weight.dtype)
+
+
+def takes_add(norm: torch.nn.Module | None, residual: torch.Tensor) -> bool:
+    """True where a norm can do the residual add before it: `stream, normed = norm(x, residual, alpha, ...)`."""
+    return isinstance(norm, _RMSNorm) and norm.takes_add(residual)
 
 
 class _LayerNorm(_Norm, torch.nn.LayerNorm):

@@ -1,5 +1,70 @@
-"""The scaled residual add."""
+"""The operators on the residual stream, fused where that is built, in plain torch otherwise."""
 
-from megatron_prores.ops.scaled_residual import scaled_residual
+from torch import Tensor
 
-__all__ = ["scaled_residual"]
+from megatron_prores.ops import plain
+from megatron_prores.ops.choice import OPS, is_fused, use_op
+
+__all__ = ["OPS", "is_fused", "scaled_residual", "scaled_residual_rms_norm", "use_op"]
+
+
+def scaled_residual(
+    x: Tensor,
+    residual: Tensor,
+    alpha: Tensor,
+    bias: Tensor | None = None,
+    prob: float = 0.0,
+    training: bool = True,
+    residual_scale: float = 1.0,
+) -> Tensor:
+    """The residual add of ProRes (arXiv 2603.05369): `residual_scale * residual + alpha * dropout(x + bias, prob)`.
+
+    The sum is taken in at least float32 and rounded once. With alpha = 1, residual_scale = 1, prob = 0 and no bias the
+    result is bit for bit `residual + x`, in every dtype.
+
+    Args:
+        x: branch output, [..., hidden], float32, bfloat16, float16 or float64.
+        residual: residual stream, x's shape; its dtype is the result's (a float32 residual stays float32).
+        alpha: 0-dim float32 tensor on x's device. Its gradient is not taken.
+        bias: [hidden], or None.
+        prob: dropout probability; the mask is drawn from torch's current generator on x's device.
+        training: dropout is the identity when False.
+        residual_scale: constant on the residual (1 for pre-norm).
+
+    Returns:
+        The new residual stream, x's shape, residual's dtype.
+    """
+    return _implementation(x).scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
+
+
+def scaled_residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    alpha: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    prob: float = 0.0,
+    training: bool = True,
+    residual_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_residual` and the RMSNorm that follows it: `stream * weight / sqrt(mean(stream^2) + eps)`.
+
+    Args:
+        weight: gain of the norm, [hidden].
+        eps: added to the mean square.
+
+    Returns:
+        The new residual stream as `scaled_residual` gives it, and its norm in the weight's dtype; both x's shape.
+    """
+    return _implementation(x).scaled_residual_rms_norm(
+        x, residual, alpha, weight, eps, bias, prob, training, residual_scale
+    )
+
+
+def _implementation(x: Tensor):
+    if is_fused(x.device.type):
+        from megatron_prores.ops import fused
+
+        return fused
+    return plain

@@ -100,16 +100,16 @@ def test_every_initial_weight_is_the_same_bit_for_bit(tmp_path, data):
 
 
 def test_another_placement_is_refused_and_restored(tmp_path, data, one_process):
-    _, checkpoint = one_process("post")
+    _, checkpoint = one_process("deepnorm")
     load = ("--load", str(checkpoint), "--ckpt-step", "4")
-    refused = run(tmp_path / "refused", *load, config={**config_of("post", data), "prores-norm": "pre"})
+    refused = run(tmp_path / "refused", *load, config={**config_of("deepnorm", data), "prores-norm": "pre"})
     assert refused.returncode == 2 and not refused.losses
     [line] = refused.error_lines
-    assert "trained with --prores-norm post, this run asks for pre" in line
+    assert "trained with --prores-norm deepnorm, this run asks for pre" in line
     flags = (*load, "--use-checkpoint-args")
-    restored = pretrain(tmp_path / "restored", *flags, config={**config_of("post", data), "prores-norm": None})
-    assert "; post norm; alpha at iteration 4:" in restored.output
-    assert restored.losses[8] == one_process("post")[0].losses[8]
+    restored = pretrain(tmp_path / "restored", *flags, config={**config_of("deepnorm", data), "prores-norm": None})
+    assert "; deepnorm norm; alpha at iteration 4:" in restored.output
+    assert restored.losses[8] == one_process("deepnorm")[0].losses[8]
 
 
 @pytest.mark.parametrize("norm", OTHER_LAYOUT)

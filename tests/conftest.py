@@ -1,0 +1,21 @@
+"""Which operators a test runs with."""
+
+import pytest
+
+from megatron_prores.ops.choice import use_op
+
+
+@pytest.fixture
+def torch_op():
+    """Plain torch, which is bit for bit Megatron's at alpha = 1."""
+    use_op("torch")
+    yield
+    use_op("auto")
+
+
+@pytest.fixture(params=["fused", "torch"])
+def op(request):
+    """Both implementations, one after the other."""
+    use_op(request.param)
+    yield request.param
+    use_op("auto")
