@@ -7,9 +7,11 @@ import sys
 from megatron_prores import __version__
 from megatron_prores.errors import UserError, did_you_mean, run_and_exit
 
-# Each module has add_arguments(parser) and run(args). Only the one that is asked for is imported.
+# Each module has add_arguments(parser) and run(args), or main(argv) where Megatron's parser reads the flags. Only the
+# one that is asked for is imported.
 COMMANDS = {
     "schedule": ("schedule", "print and draw alpha for any schedule, before training"),
+    "plan": ("plan", "print what a Megatron run would be, and what is wrong with it, before it has GPUs"),
     "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
     "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
     "generate": ("generate", "sample text from a checkpoint"),
@@ -46,6 +48,9 @@ def run(argv: list[str]) -> None:
         raise UserError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}")
     module_name, summary = COMMANDS[name]
     module = importlib.import_module(f"megatron_prores.commands.{module_name}")
+    if hasattr(module, "main"):
+        module.main(rest)
+        return
     parser = _Parser(prog=f"prores {name}", description=summary, allow_abbrev=False)
     module.add_arguments(parser)
     module.run(parser.parse_args(rest))

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what is wrong, where, and what to do about it."""
+    """Bad input. The message is one line: what is wrong, where, and what to do about it. Several are lines of one."""
 
 
 def run_and_exit(main: Callable[[], None]) -> None:
-    """Run `main`; a `UserError` becomes one line on stderr and exit code 2, and Ctrl-C exit code 130."""
+    """Run `main`; a `UserError` becomes a line on stderr (or a few) and exit code 2, and Ctrl-C exit code 130."""
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("megatron_prores"):

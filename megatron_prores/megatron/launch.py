@@ -13,6 +13,8 @@ from megatron_prores.config_file import config_arguments
 from megatron_prores.errors import UserError, did_you_mean
 from megatron_prores.megatron import enable, host, screen
 
+_OUR_GROUPS = ("plan", "megatron_prores", "ProRes")
+
 
 def _own_flags() -> argparse.ArgumentParser:
     """The flags that act before Megatron is imported."""
@@ -83,6 +85,44 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
     from megatron_prores.megatron import engine_fixes
 
     engine_fixes.install()
+    return accepted(
+        arguments.parse_and_validate_args, extra_args_provider=_give_to_megatron(argv, own.config, on_host, extra)
+    )
+
+
+def parse_for_any_machine(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]):
+    """Megatron's arguments as given, with nothing validated, set or started, for a run that is elsewhere.
+
+    Args:
+        argv: the command line without the program.
+        extra: adds flags of the caller to the parser.
+
+    Raises:
+        UserError: a flag, its value or a config file that the parser does not accept.
+    """
+    own, rest = _own_flags().parse_known_args(argv)
+    wants_help = "-h" in rest or "--help" in rest
+    if own.verbose or wants_help:
+        screen.hush()
+    else:
+        screen.quiet()
+    host.install()
+
+    from megatron.training import arguments
+
+    from megatron_prores.megatron.arguments import install
+
+    install()
+    return accepted(arguments.parse_args, extra_args_provider=_give_to_megatron(argv, own.config, True, extra))
+
+
+def _give_to_megatron(argv: list[str], configs: list[str], on_host: bool, extra: Callable | None) -> Callable:
+    """Put machine, config files and flags, later ones win, where Megatron's parser reads them.
+
+    Returns:
+        Megatron's `extra_args_provider`: adds our flags to that parser and lets it fail like ours.
+    """
+    from megatron.training import arguments
 
     def all_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = extra(parser) if extra else parser
@@ -92,8 +132,8 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
         return parser
 
     known = all_flags(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    sys.argv[1:] = _flags_for_this_machine(on_host) + config_arguments(own.config, known, argv) + argv
-    return accepted(arguments.parse_and_validate_args, extra_args_provider=all_flags)
+    sys.argv[1:] = _flags_for_this_machine(on_host) + config_arguments(configs, known, argv) + argv
+    return all_flags
 
 
 def accepted(function: Callable, *args, **kwargs):
@@ -114,7 +154,8 @@ def accepted(function: Callable, *args, **kwargs):
 def _make_help_readable(parser: argparse.ArgumentParser) -> None:
     """Our groups before Megatron's hundreds of flags; and Megatron's stray percent signs, which argparse trips over."""
     parser.usage = "%(prog)s [--config FILE] [FLAGS OF MEGATRON AND PRORES]"
-    parser._action_groups.sort(key=lambda group: group.title not in ("megatron_prores", "ProRes"))
+    ranks = {title: rank for rank, title in enumerate(_OUR_GROUPS, start=-len(_OUR_GROUPS))}
+    parser._action_groups.sort(key=lambda group: ranks.get(group.title, 0))
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:

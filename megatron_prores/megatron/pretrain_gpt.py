@@ -36,11 +36,12 @@ def run(argv: list[str]) -> None:
     gpt.refuse_unsupported(args)
     gpt.check_layout(args)
     check_settings(args)
+    check_folders(args)
     if screen.is_first_rank():  # one reader is enough; without it the others do not start
         launch.accepted(check_data, args)
     validate_prores_arguments(args)
     schedule = schedule_from_args(args)
-    _choose_spec(args, is_stock(schedule.name, args.prores_norm))
+    choose_spec(args, is_stock(schedule.name, args.prores_norm))
     _tell_layout(args)
     _tell_warmup(args, schedule)
     model = launch.accepted(gpt_config_from_args, args)
@@ -77,6 +78,14 @@ def check_settings(args) -> None:
         raise UserError(f"--seed must be above 0 and below 2**31, not {args.seed}")
     if args.transformer_impl == "local" and (args.fp8 or getattr(args, "fp4", None)):
         raise UserError("fp8 and fp4 need Transformer Engine: --transformer-impl transformer_engine")
+
+
+def check_folders(args) -> None:
+    """Refuse folders that cannot be written, while nothing is trained yet.
+
+    Raises:
+        UserError: names the flag.
+    """
     for name in ("save", "tensorboard_dir"):
         _check_writable(name.replace("_", "-"), getattr(args, name))
 
@@ -93,7 +102,7 @@ def _check_writable(flag: str, folder: str | None) -> None:
         raise UserError(f"--{flag} {folder} cannot be written ({error.strerror})") from error
 
 
-def _choose_spec(args, stock: bool) -> None:
+def choose_spec(args, stock: bool) -> None:
     """Whatever spec a checkpoint's arguments brought along, the schedule and the placement decide between ours."""
     if args.spec is not None and args.spec[0] != "megatron_prores.megatron.spec":
         raise UserError(

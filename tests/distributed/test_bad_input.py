@@ -1,9 +1,9 @@
 """What a person sees after a mistake: one line that names it, exit code 2, no traceback."""
 
-import json
 import subprocess
 import sys
 
+import forks
 import pytest
 from runs import command, environment, run
 
@@ -76,34 +76,10 @@ MISTAKES = {
     "key that acts too early": ([], {"verbose": True}, ["verbose", "command line"]),
 }
 
-# Each mistake in a fork of one process that has Megatron imported: seconds for all instead of each.
-PROBE = """
-import json, os, sys
-from megatron_prores.megatron import host
-host.install()
-import megatron.training.training
-from megatron_prores.megatron import gpt, pretrain_gpt, progress
-
-cases, outcomes = json.load(open(sys.argv[1])), {}
-for name, (argv, world) in cases.items():
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writer, 2)
-        os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
-        sys.argv[1:] = argv
-        pretrain_gpt.main()
-        os._exit(0)
-    os.close(writer)
-    errors = open(reader).read()
-    outcomes[name] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), errors]
-print(json.dumps(outcomes))
-"""
-
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, data):
-    """(exit code, stderr) of every mistake."""
+    """[exit code, stdout, stderr] of every mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
     cases = {}
     for number, (name, (flags, change, _)) in enumerate(MISTAKES.items()):
@@ -111,21 +87,12 @@ def outcomes(tmp_path_factory, data):
         world = change.pop("world", 1)
         line = command(folder / str(number), *flags, config={**data, **change})
         cases[name] = (line[line.index("--config") :], world)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE, str(folder / "cases.json")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return forks.outcomes(folder, "megatron_prores.megatron.pretrain_gpt", cases)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_line_and_exit_code_two(name, outcomes):
-    code, errors = outcomes[name]
+    code, _, errors = outcomes[name]
     lines = errors.strip().splitlines()
     assert code == 2, errors
     assert len(lines) == 1 and lines[0].startswith("error: "), errors
