@@ -184,11 +184,9 @@ def test_opcheck(dtypes, with_bias, with_dropout):
 def test_non_contiguous_inputs_and_gradients(dtypes, op):
     (x, residual, bias, weight), (d_stream, d_normed) = norm_inputs((6, 10, 14), dtypes)
     views = [tensor.transpose(0, 1) for tensor in (x, residual, d_stream, d_normed)]
-    flat = [vector.repeat_interleave(3)[::3] for vector in (bias, weight)]
     broadcast = [tensor[:1].expand(10, 10, 14) for tensor in (x, residual, d_stream[0, 0], d_normed[0, 0])]
-    flat_broadcast = [vector[:1].expand(14) for vector in (bias, weight)]
 
-    def run(x, residual, d_stream, d_normed, bias, weight):
+    def run(x, residual, d_stream, d_normed, bias):
         return forward_backward(
             lambda x, residual, bias, weight: scaled_residual_rms_norm(
                 x, residual, torch.tensor(0.3), weight, EPS, bias
@@ -198,12 +196,20 @@ def test_non_contiguous_inputs_and_gradients(dtypes, op):
             d_normed,
         )
 
-    for tensors in ((*views, *flat), (*broadcast, *flat_broadcast)):
+    for tensors in ((*views, bias.repeat_interleave(3)[::3]), (*broadcast, bias[:1].expand(14))):
         assert not any(tensor.is_contiguous() for tensor in tensors)
         for result, copy in zip(run(*tensors), run(*(t.contiguous() for t in tensors)), strict=True):
             # Sums may follow the layout, and torch's norm takes them in the forward pass too.
             exact = {"atol": 0, "rtol": 0} if op == "fused" else {}
             torch.testing.assert_close(result, copy, **exact)
+
+
+def test_a_non_contiguous_weight(op):
+    leaves, grads = norm_inputs((5, 14), DTYPE_PAIRS[0])
+    weight = leaves[3].repeat_interleave(3)[::3]
+    assert not weight.is_contiguous()
+    assert_exact([*leaves[:3], weight], grads, 1 / 3)
+    assert_exact([*leaves[:3], weight[:1].expand(14)], grads, 1 / 3)
 
 
 def test_alpha_is_read_when_the_operator_runs(op):
@@ -261,7 +267,7 @@ def run_fused(shape, dtypes):
     )
 
 
-@pytest.mark.parametrize("shape", [(130, 1025), (5, 123, 123), (7, 20001)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 1025), (7, 20001)], ids=str)
 def test_one_and_two_threads_agree_bit_for_bit(shape):
     for dtypes in DTYPE_PAIRS:
         with threads(1):
