@@ -14,5 +14,7 @@ if [ $# -gt 0 ]; then
 fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m pytest tests --ignore tests/distributed
-"$python" -m pytest tests/distributed
+# A worker per core, up to four; the tests of a file share what its fixtures make.
+workers=(-n logical --maxprocesses 4 --dist loadfile)
+"$python" -m pytest "${workers[@]}" tests --ignore tests/distributed
+"$python" -m pytest "${workers[@]}" tests/distributed
