@@ -85,8 +85,8 @@ struct Scales {
     uint64_t seed = 0, offset = 0;
 
     __device__ explicit Scales(const Scaling& scaling)
-        : alpha(*scaling.alpha), residual(scaling.residual_scale), keep(scaling.keep_scale),
-          dropout(scaling.rng != nullptr), threshold(scaling.threshold) {
+        : alpha(*scaling.alpha), residual(static_cast<Acc>(scaling.residual_scale)),
+          keep(static_cast<Acc>(scaling.keep_scale)), dropout(scaling.rng != nullptr), threshold(scaling.threshold) {
         if (dropout) seed = scaling.rng[0], offset = scaling.rng[1];
     }
 

@@ -16,8 +16,8 @@ struct Scaling {
     const float* alpha;
     const int64_t* rng;      // {seed, offset}; null: no dropout
     uint32_t threshold;      // an element is dropped where its 16 random bits are below; 65536 drops all
-    float keep_scale;        // 65536 / (65536 - threshold)
-    float residual_scale;
+    double keep_scale;       // 65536 / (65536 - threshold)
+    double residual_scale;
 };
 
 struct Shape {

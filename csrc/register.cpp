@@ -42,8 +42,9 @@ void check_types(const Shape& shape) {
 }
 
 void check_input(const Tensor& tensor, const Tensor& like, int64_t numel, const char* name) {
-    STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == numel, "prores: ", name, ": contiguous with ", numel,
-                    " elements expected, got ", tensor.numel());
+    STD_TORCH_CHECK(tensor.numel() == numel, "prores: ", name, " must have ", numel, " elements, not ",
+                    tensor.numel());
+    STD_TORCH_CHECK(tensor.is_contiguous(), "prores: ", name, " must be contiguous");
     STD_TORCH_CHECK(tensor.device() == like.device(), "prores: ", name, " is on another device than x");
 }
 
@@ -54,6 +55,9 @@ Shape shape_of(const Tensor& x, const Tensor& stream) {
     check_types(shape);
     check_input(x, x, x.numel(), "x");
     check_input(stream, x, x.numel(), "residual");
+    for (int64_t i = 0; i < x.dim(); ++i)
+        STD_TORCH_CHECK(stream.dim() == x.dim() && stream.size(i) == x.size(i),
+                        "prores: residual and x must have the same shape");
     return shape;
 }
 
@@ -62,13 +66,13 @@ Scaling scaling_of(const Tensor& x, const Tensor& alpha, const MaybeTensor& rng,
     STD_TORCH_CHECK(alpha.scalar_type() == ScalarType::Float, "prores: alpha must be float32");
     STD_TORCH_CHECK(prob >= 0 && prob <= 1, "prores: a dropout probability is between 0 and 1, got ", prob);
     Scaling scaling = {static_cast<const float*>(alpha.const_data_ptr()), nullptr, 0, 1,
-                       static_cast<float>(residual_scale)};
+                       residual_scale};
     if (rng) {
         check_input(*rng, x, 2, "rng");
         STD_TORCH_CHECK(rng->scalar_type() == ScalarType::Long, "prores: rng must be int64");
         scaling.rng = static_cast<const int64_t*>(rng->const_data_ptr());
         scaling.threshold = static_cast<uint32_t>(std::lround(prob * 65536));
-        scaling.keep_scale = scaling.threshold == 65536 ? 0 : 65536.0f / (65536 - scaling.threshold);
+        scaling.keep_scale = scaling.threshold == 65536 ? 0 : 65536.0 / (65536 - scaling.threshold);
     }
     return scaling;
 }

@@ -7,8 +7,6 @@ knows an engine. l = 1..L is the decoder layer, F its attention or its MLP, N a 
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_prores.errors import UserError, did_you_mean
 
 
@@ -31,8 +29,8 @@ class Placement:
     scales_input: bool = False
 
     def residual_scale(self, num_layers: int) -> float:
-        """A of a model of L layers, as a float32 number: the fused operator has no wider one."""
-        return float(np.float32((2 * num_layers) ** 0.25)) if self.scales_residual else 1.0
+        """A of a model of L layers."""
+        return (2 * num_layers) ** 0.25 if self.scales_residual else 1.0
 
     def input_scale(self, layer_number: int) -> float:
         """What the norm before F is multiplied by in layer l, 1-based."""

@@ -1,6 +1,7 @@
 """Which operators a test runs with."""
 
 import pytest
+from op_cases import require_fused
 
 from megatron_prores.ops.choice import use_op
 
@@ -16,6 +17,8 @@ def torch_op():
 @pytest.fixture(params=["fused", "torch"])
 def op(request):
     """Both implementations, one after the other."""
+    if request.param == "fused":
+        require_fused()
     use_op(request.param)
     yield request.param
     use_op("auto")

@@ -115,7 +115,7 @@ def test_the_mask_is_philox(name):
 def test_agrees_with_float64_and_the_same_mask(dtypes):
     require_fused()
     prob, rng, alpha, eps = 0.3, RNGS[-1], torch.tensor(1 / 3), 1e-5
-    scale = torch.tensor(keep_scale(prob), dtype=torch.float32).item()  # as the operator takes it
+    scale = keep_scale(prob)
 
     def fused(x, residual, bias, weight):
         return torch.ops.prores.scaled_residual(x, residual, alpha, bias, torch.tensor(rng), prob, 1.0)

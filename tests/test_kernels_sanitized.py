@@ -18,6 +18,7 @@ def test_kernels_run_clean(sanitizer, tmp_path):
     if not compiler:
         pytest.skip("no g++")
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-std=c++20", "-O1", "-fopenmp-simd", "-g1"]
+    flags += ["-DPRORES_STREAMED_BYTES=4096"]  # shapes on either side
     empty = tmp_path / "empty.cpp"
     empty.write_text("int main() {}")
     if subprocess.run([compiler, *flags, empty, "-o", tmp_path / "empty"], capture_output=True).returncode:

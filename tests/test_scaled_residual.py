@@ -347,3 +347,27 @@ def test_instruction_sets_agree(name):
         for result, other in zip(results, base, strict=True):
             eps = 4 * torch.finfo(result.dtype).eps
             assert result.numel() == 0 or (result - other).abs().max() <= eps * other.abs().max()
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_results_that_bypass_the_caches(name):
+    """32 MiB and more, in rows that begin anywhere; the same rows a few at a time do not bypass them."""
+    fused = require_fused()
+    alpha = torch.tensor(1 / 3)
+    for dtype, hidden in ((torch.float32, 4099), (torch.bfloat16, 8191)):
+        generator = torch.Generator().manual_seed(0)
+        x, residual, grad = (torch.randn(2100, hidden, generator=generator).to(dtype) for _ in range(3))
+        bias = torch.randn(hidden, generator=generator).to(dtype)
+
+        def results(rows, leaves=(x, residual, bias), grad=grad):
+            x, residual, bias = leaves
+            leaves = [leaf.detach().requires_grad_() for leaf in (x[rows], residual[rows], bias)]
+            out = fused.scaled_residual(leaves[0], leaves[1], alpha, leaves[2], residual_scale=1.5)
+            stream, normed = fused.scaled_residual_rms_norm(leaves[0], leaves[1], alpha, leaves[2], 1e-5)
+            grads = torch.autograd.grad([out, stream, normed], leaves[:2], [grad[rows]] * 3)
+            return [out.detach(), stream.detach(), normed.detach(), *grads]
+
+        with instruction_set(name):
+            whole = results(slice(None))
+            for rows in (slice(0, 3), slice(1049, 1052), slice(2097, 2100)):
+                assert all(same_bits(a[rows], b) for a, b in zip(whole, results(rows), strict=True))

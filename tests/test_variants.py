@@ -75,7 +75,7 @@ def add(variant, x, branch, norm_before, norm_added, alpha, layer):
     if variant == "sandwich":
         return x + alpha * norm_added(branch(norm_before(x)))
     if variant == "deepnorm":
-        return norm_added(float(np.float32((2 * LAYERS) ** 0.25)) * x + alpha * branch(x))
+        return norm_added((2 * LAYERS) ** 0.25 * x + alpha * branch(x))
     if variant == "lns":
         return x + alpha * branch(norm_before(x) / math.sqrt(layer))
     raise AssertionError(variant)

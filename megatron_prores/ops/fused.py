@@ -48,25 +48,26 @@ def scaled_residual_rms_norm(
     residual_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`megatron_prores.ops.scaled_residual_rms_norm`, fused."""
-    x = _branch(x, residual)
+    x, bias = _branch(x, residual, bias)
     if weight.dtype != x.dtype:  # no kernel for these types
         stream = scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
         return stream, rms_norm(stream, weight, eps)
     x, residual, bias, rng = _prepare(x, residual, bias, prob if training else 0.0)
-    stream, normed, _ = _norm_forward(x, residual, alpha, bias, rng, weight, prob, residual_scale, eps)
+    stream, normed, _ = _norm_forward(x, residual, alpha, bias, rng, weight.contiguous(), prob, residual_scale, eps)
     return stream, normed
 
 
-def _branch(x: Tensor, residual: Tensor) -> Tensor:
+def _branch(x: Tensor, residual: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     # Kernels exist for equal types, and for a half-precision branch on a float32 stream.
     half_on_float = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return x if half_on_float else x.to(residual.dtype)
+    dtype = x.dtype if half_on_float and (bias is None or bias.dtype == x.dtype) else residual.dtype
+    return x.to(dtype), bias if bias is None else bias.to(dtype)
 
 
 def _prepare(x: Tensor, residual: Tensor, bias: Tensor | None, prob: float):
-    x = _branch(x, residual)
+    x, bias = _branch(x, residual, bias)
     if bias is not None:
-        bias = bias.to(x.dtype).contiguous()
+        bias = bias.contiguous()
     rng = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device) if prob > 0.0 else None
     return x.contiguous(), residual.contiguous(), bias, rng
 
@@ -130,5 +131,13 @@ def _differentiate_norm(ctx, grad_stream, grad_normed, _):
     return d_x, d_residual, None, d_bias if ctx.with_bias else None, None, d_weight, *[None] * 3
 
 
+def _refuse(ctx, *grads):
+    raise RuntimeError(
+        "prores: the fused operators have no second derivatives; use megatron_prores.ops.use_op('torch')"
+    )
+
+
+torch.library.register_autograd("prores::scaled_residual_backward", _refuse)
+torch.library.register_autograd("prores::scaled_residual_rms_norm_backward", _refuse)
 torch.library.register_autograd("prores::scaled_residual", _differentiate, setup_context=_save)
 torch.library.register_autograd("prores::scaled_residual_rms_norm", _differentiate_norm, setup_context=_save_norm)

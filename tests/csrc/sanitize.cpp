@@ -72,7 +72,7 @@ std::vector<Buffer> run(const CpuKernels& kernels, const Case& c, int64_t step) 
     const auto alpha = std::make_unique<float>(1.0f / 3);
     const auto rng = std::make_unique<int64_t[]>(2);
     rng[0] = -123456789012345, rng[1] = 987654321098765;
-    const Scaling scaling = {alpha.get(), with_dropout ? rng.get() : nullptr, 19661, 65536.0f / (65536 - 19661), 1.7f};
+    const Scaling scaling = {alpha.get(), with_dropout ? rng.get() : nullptr, 19661, 65536.0 / (65536 - 19661), 1.7};
 
     std::vector<Buffer> results;
     results.reserve(16);  // pointers into them must last
