@@ -53,6 +53,7 @@ class BuildExtension(build_ext):
     """Compiles csrc/cuda.cu with nvcc first and hands the object to the C++ linker."""
 
     def build_extension(self, ext: Extension) -> None:
+        self.force = True  # nvcc, compiler or torch may have changed where no source has
         compiler, what = nvcc(), "CPU"
         if compiler:
             architectures = self._compile_cuda(ext, compiler)

@@ -133,9 +133,22 @@ def notes(args: argparse.Namespace, schedule: Schedule, wants_sequence_parallel:
     outlasts = describe_progress(schedule, iterations) if iterations else None
     if outlasts:
         yield outlasts
-    yield from _variant_notes(args, schedule, lr_warmup_share(args))
+    yield from learning_rate_notes(args, schedule)
     yield from _layout_notes(args, wants_sequence_parallel)
     yield from _memory_notes(args)
+
+
+def learning_rate_notes(args: argparse.Namespace, schedule: Schedule) -> Iterator[str]:
+    """Learning rates that do not suit the run's length or its norm. For validated arguments."""
+    yield from _variant_notes(args, schedule, lr_warmup_share(args))
+    unit = "iters" if args.train_iters else "samples"
+    length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    decay = getattr(args, f"lr_wsd_decay_{unit}")
+    if args.lr_decay_style == "WSD" and length and decay and decay >= length:
+        yield (
+            f"--lr-wsd-decay-{unit} {decay} is as long as the run ({length}) or longer: "
+            "the learning rate decays from the start"
+        )
 
 
 def lr_warmup_share(args: argparse.Namespace) -> float | None:

@@ -29,7 +29,7 @@ def run(argv: list[str]) -> None:
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron_prores.megatron import gpt, progress, spec
+    from megatron_prores.megatron import gpt, plan_checks, progress, spec
     from megatron_prores.megatron.arguments import is_stock, schedule_from_args, validate_prores_arguments
     from megatron_prores.megatron.data_check import check_data
 
@@ -37,6 +37,8 @@ def run(argv: list[str]) -> None:
     gpt.check_layout(args)
     check_settings(args)
     check_folders(args)
+    if errors := list(plan_checks.learning_rate_errors(args)):
+        raise UserError("\n".join(errors))
     if screen.is_first_rank():  # one reader is enough; without it the others do not start
         launch.accepted(check_data, args)
     validate_prores_arguments(args)
@@ -44,6 +46,9 @@ def run(argv: list[str]) -> None:
     choose_spec(args, is_stock(schedule.name, args.prores_norm))
     _tell_layout(args)
     _tell_warmup(args, schedule)
+    if screen.is_first_rank():
+        for note in plan_checks.learning_rate_notes(args, schedule):
+            screen.say(f"note: {note}")
     model = launch.accepted(gpt_config_from_args, args)
     launch.accepted(model.finalize)
     spec.refuse_unbuildable(model)

@@ -1,6 +1,7 @@
 """Which implementation of the operators runs: the fused one where it is built for the device, else plain torch."""
 
 import re
+from pathlib import Path
 
 import torch
 
@@ -60,7 +61,11 @@ def _why_not_fused(device_type: str) -> str | None:
         from megatron_prores.ops import fused
     except ImportError as error:
         if "megatron_prores._C" in str(error) or "cannot import name '_C'" in str(error):
-            return "the extension was not built (no C++ compiler when the package was installed?)"
+            folder = Path(__file__).parents[1]
+            return (
+                f"the extension was not built (there is none in {folder}: no C++ compiler when that was installed, "
+                "or a source folder in the place of the installed package)"
+            )
         return f"the extension does not load: {error}"
     if device_type == "cpu":
         return None
