@@ -297,11 +297,18 @@ X, ALPHA = torch.ones(4, 3), torch.tensor(1.0)
         (X, X, torch.ones(2)),
         (X, X, ALPHA, torch.ones(4)),
         (X, X, ALPHA, None, 1.5),
+        (X, X, ALPHA, None, float("nan")),
+        (X, X, 0.5),
+        (X, X, ALPHA.to("meta")),
+        (X, X.to("meta"), ALPHA),
     ],
-    ids=["residual's size", "residual's shape", "two alphas", "bias's size", "probability"],
+    ids=[
+        *("residual's size", "residual's shape", "two alphas", "bias's size", "probability", "no probability"),
+        *("a number as alpha", "alpha elsewhere", "residual elsewhere"),
+    ],
 )
 def test_wrong_arguments_are_errors(args, op):
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
         scaled_residual(*args)
 
 

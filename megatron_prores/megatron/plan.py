@@ -118,6 +118,8 @@ def plan(args: argparse.Namespace, world_size: int | None = None) -> Plan:
     Raises:
         UserError: the run could not start; one line for every reason.
     """
+    if args.use_checkpoint_args:
+        raise UserError("a plan reads no checkpoint: give the model's flags or configs, without --use-checkpoint-args")
     _refuse(plan_checks.missing_sizes(args))
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     args.rank, args.world_size = 0, model_size if world_size is None else world_size
@@ -194,7 +196,7 @@ def _coverage(stages: list[Stage], num_layers: int) -> list[str]:
 def _plan(args: argparse.Namespace, schedule: Schedule, stages: list[Stage], notes: list[str]) -> Plan:
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it returns
-        weights, activations, _ = report_theoretical_memory(args, num_microbatches=microbatches)
+        weights, activations, _ = accepted(report_theoretical_memory, args, num_microbatches=microbatches)
     return Plan(
         world_size=args.world_size,
         tensor_parallel=args.tensor_model_parallel_size,

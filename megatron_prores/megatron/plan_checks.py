@@ -18,7 +18,15 @@ _POSITIVE = (
     *_REQUIRED,
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("micro_batch_size", "global_batch_size", "num_layers_per_virtual_pipeline_stage"),
-    *("num_virtual_stages_per_pipeline_rank", "ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances"),
+    *(
+        "make_vocab_size_divisible_by",
+        "num_virtual_stages_per_pipeline_rank",
+        "ffn_hidden_size",
+        "num_query_groups",
+        "kv_channels",
+        "vocab_size",
+    ),
 )
 
 
@@ -121,7 +129,12 @@ def learning_rate_errors(args: argparse.Namespace) -> Iterator[str]:
     unit = "iters" if args.train_iters else "samples"
     decay = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")
-    if args.lr_warmup_fraction is None and warmup >= decay:
+    fraction = args.lr_warmup_fraction
+    if fraction is not None and not 0 <= fraction < 1:
+        yield f"--lr-warmup-fraction must be at least 0 and less than 1, not {fraction}"
+    if warmup < 0:
+        yield f"--lr-warmup-{unit} must be 0 or more, not {warmup}"
+    if fraction is None and warmup >= decay:
         yield f"--lr-warmup-{unit} {warmup} must be shorter than the run's learning-rate schedule ({decay} {unit})"
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         yield f"--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-{unit}"

@@ -25,6 +25,7 @@ def run(argv: list[str]) -> None:
     args = launch.parse(argv)
 
     # Megatron may be imported only now that the device is chosen.
+    from megatron.core import mpu
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -54,6 +55,7 @@ def run(argv: list[str]) -> None:
     spec.refuse_unbuildable(model)
     config = pretrain_cfg_container_from_args(args, model)
     progress.install()
+    mpu.initialize_model_parallel = partial(launch.accepted, mpu.initialize_model_parallel)
     training.setup_model_and_optimizer = partial(launch.accepted, training.setup_model_and_optimizer)
     pretrain(
         config,

@@ -35,10 +35,11 @@ def scaled_residual(
         The new residual stream, x's shape, residual's dtype.
 
     Raises:
+        ValueError: prob is not between 0 and 1.
         TypeError: alpha is a number: as a constant it would be compiled in.
         RuntimeError: shapes, types or devices that do not fit, or a second derivative of the fused operator.
     """
-    return _implementation(x, alpha).scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
+    return _implementation(x, alpha, prob).scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
 
 
 def scaled_residual_rms_norm(
@@ -61,12 +62,14 @@ def scaled_residual_rms_norm(
     Returns:
         The new residual stream as `scaled_residual` gives it, and its norm in the weight's dtype; both x's shape.
     """
-    return _implementation(x, alpha).scaled_residual_rms_norm(
+    return _implementation(x, alpha, prob).scaled_residual_rms_norm(
         x, residual, alpha, weight, eps, bias, prob, training, residual_scale
     )
 
 
-def _implementation(x: Tensor, alpha: Tensor):
+def _implementation(x: Tensor, alpha: Tensor, prob: float):
+    if not 0.0 <= prob <= 1.0:
+        raise ValueError(f"prob is a probability, not {prob}")
     if not isinstance(alpha, Tensor):
         raise TypeError(f"alpha must be a 0-dim float32 tensor on x's device, not {type(alpha).__name__}")
     if is_fused(x.device.type):

@@ -32,6 +32,7 @@ def scaled_residual(
     residual_scale: float = 1.0,
 ) -> Tensor:
     """`megatron_prores.ops.scaled_residual`, fused."""
+    _check(x, residual=residual, alpha=alpha, bias=bias)
     x, residual, bias, rng = _prepare(x, residual, bias, prob if training else 0.0)
     return _forward(x, residual, alpha, bias, rng, prob, residual_scale)
 
@@ -48,6 +49,7 @@ def scaled_residual_rms_norm(
     residual_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`megatron_prores.ops.scaled_residual_rms_norm`, fused."""
+    _check(x, residual=residual, alpha=alpha, bias=bias, weight=weight)
     x, bias = _branch(x, residual, bias)
     if weight.dtype != x.dtype:  # no kernel for these types
         stream = scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
@@ -55,6 +57,17 @@ def scaled_residual_rms_norm(
     x, residual, bias, rng = _prepare(x, residual, bias, prob if training else 0.0)
     stream, normed, _ = _norm_forward(x, residual, alpha, bias, rng, weight.contiguous(), prob, residual_scale, eps)
     return stream, normed
+
+
+def _check(x: Tensor, **operands: Tensor | None) -> None:
+    # Shapes and types are the operators' own to check. One operand without memory would have none of them run.
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if operand.device != x.device:
+            raise RuntimeError(f"prores: {name} is on {operand.device}, x on {x.device}")
+        if name in ("bias", "weight") and operand.shape != x.shape[-1:]:
+            raise RuntimeError(f"prores: {name} must have the shape {list(x.shape[-1:])}, not {list(operand.shape)}")
 
 
 def _branch(x: Tensor, residual: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
