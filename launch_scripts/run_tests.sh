@@ -14,7 +14,6 @@ if [ $# -gt 0 ]; then
 fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-# A worker per core, up to four; the tests of a file share what its fixtures make.
-workers=(-n logical --maxprocesses 4 --dist loadfile)
-"$python" -m pytest "${workers[@]}" tests --ignore tests/distributed
-"$python" -m pytest "${workers[@]}" tests/distributed
+# A worker per core, up to four; the runs in several processes have the machine to themselves, one after the other.
+"$python" -m pytest -n logical --maxprocesses 4 --dist loadfile tests --ignore tests/distributed
+"$python" -m pytest tests/distributed

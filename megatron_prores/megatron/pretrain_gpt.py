@@ -27,7 +27,7 @@ def run(argv: list[str]) -> None:
     # Megatron may be imported only now that the device is chosen.
     from megatron.core import mpu
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain, training
+    from megatron.training import get_tensorboard_writer, pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_prores.megatron import gpt, plan_checks, progress, spec
@@ -57,13 +57,18 @@ def run(argv: list[str]) -> None:
     progress.install()
     mpu.initialize_model_parallel = partial(launch.accepted, mpu.initialize_model_parallel)
     training.setup_model_and_optimizer = partial(launch.accepted, training.setup_model_and_optimizer)
-    pretrain(
-        config,
-        gpt.datasets,
-        ModelType.encoder_or_decoder,
-        gpt.forward_step,
-        get_embedding_ranks=gpt.embedding_ranks,
-    )
+    try:
+        pretrain(
+            config,
+            gpt.datasets,
+            ModelType.encoder_or_decoder,
+            gpt.forward_step,
+            get_embedding_ranks=gpt.embedding_ranks,
+        )
+    finally:
+        # Megatron leaves its writer's thread to the interpreter's exit, which may lose what was written last.
+        if writer := get_tensorboard_writer():
+            writer.close()
 
 
 def check_settings(args) -> None:

@@ -48,12 +48,15 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@torch.compiler.assume_constant_result
 def why_not_fused(device_type: str) -> str | None:
     """None where the fused operators can run on such a device, else the reason."""
     if device_type not in _reasons:
         _reasons[device_type] = _why_not_fused(device_type)
     return _reasons[device_type]
+
+
+# What torch.compiler.assume_constant_result does, without the half second and the warnings of importing the compiler.
+why_not_fused._dynamo_marked_constant = True
 
 
 def _why_not_fused(device_type: str) -> str | None:
