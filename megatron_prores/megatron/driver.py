@@ -106,7 +106,7 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
     _coefficients.set_step(args.iteration)
     if torch.distributed.get_rank() == 0:
         say(stage_table(stages, schedule, args.iteration, args.prores_norm))
-        if any(chunks):
+        if any(layers for _, _, layers in stages):  # this rank's own stage may hold none
             say(f"residual add: {describe_op(default_device_type())}")
     return stages
 

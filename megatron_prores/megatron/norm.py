@@ -52,14 +52,15 @@ class _RMSNorm(_Norm, torch.nn.RMSNorm):
         """Answer the next call with `normed` if it is about this very `stream`."""
         self._known = (stream, normed)
 
-    def takes_add(self, residual: torch.Tensor) -> bool:
-        """True where add and norm are one fused operator that gives the dtype this norm gives."""
-        return is_fused(residual.device.type) and not (self.keeps_dtype and residual.dtype != self.weight.dtype)
-
 
 def takes_add(norm: torch.nn.Module | None, residual: torch.Tensor) -> bool:
-    """True where a norm can do the residual add before it: `stream, normed = norm(x, residual, alpha, ...)`."""
-    return isinstance(norm, _RMSNorm) and norm.takes_add(residual)
+    """True where a norm can do the residual add before it: `stream, normed = norm(x, residual, alpha, ...)`.
+
+    That is where both are one fused operator, which gives the weight's dtype.
+    """
+    if not isinstance(norm, _RMSNorm) or not is_fused(residual.device.type):
+        return False
+    return not norm.keeps_dtype or residual.dtype == norm.weight.dtype
 
 
 class _LayerNorm(_Norm, torch.nn.LayerNorm):
