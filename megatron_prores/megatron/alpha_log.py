@@ -31,8 +31,9 @@ def log_alpha(iteration: int) -> None:
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     if not (writer or wandb) or iteration % get_args().tensorboard_log_interval:
         return
-    alphas = coefficients.schedule.alpha(iteration)
-    scalars = {f"prores/alpha/layer_{layer:03}": float(value) for layer, value in enumerate(alphas, start=1)}
+    scalars = {
+        f"prores/alpha/layer_{layer:03}": float(value) for layer, value in enumerate(driver.alphas(iteration), start=1)
+    }
     if writer:
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, iteration)

@@ -21,12 +21,14 @@ from megatron_prores.megatron.arguments import is_stock, schedule_from_args
 from megatron_prores.megatron.layer import ProResTransformerLayer
 from megatron_prores.megatron.screen import say
 from megatron_prores.ops.choice import default_device_type, describe_op, use_op
-from megatron_prores.schedule import Schedule
+from megatron_prores.schedule import Array, Schedule
 
 StageLayers = list[tuple[int, int, list[int]]]
 """(pipeline rank, virtual chunk, layer numbers) of every stage, in the order of the layers."""
 
 _coefficients: StageCoefficients | None = None
+clock_of: Callable[[int], int] = int
+"""t after a number of iterations: Megatron's own is the iteration itself."""
 
 
 def stage_coefficients() -> StageCoefficients | None:
@@ -76,10 +78,21 @@ def _set_evaluation_before(evaluate: Callable) -> Callable:
     return evaluate_and_print_results
 
 
-def set_step(step: int) -> None:
-    """Make the next forward use alpha(l, step)."""
+def use_clock(clock: Callable[[int], int]) -> None:
+    """Count completed steps from Megatron's iteration otherwise, for an engine that counts its own."""
+    global clock_of
+    clock_of = clock
+
+
+def set_step(iteration: int) -> None:
+    """Make the next forward use alpha(l, t) of the clock at a number of completed iterations."""
     if _coefficients is not None:
-        _coefficients.set_step(step)
+        _coefficients.set_step(clock_of(iteration))
+
+
+def alphas(iteration: int) -> Array:
+    """alpha of every layer, 1..L, after a number of completed iterations; `bind` comes first."""
+    return _coefficients.schedule.alpha(clock_of(iteration))
 
 
 def bind(model: list[torch.nn.Module]) -> StageLayers:

@@ -87,7 +87,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = _microbatch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = microbatch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -99,7 +99,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     return output, partial(loss, batch["loss_mask"])
 
 
-def _microbatch(data_iterator, vp_stage: int | None) -> dict[str, Tensor | None]:
+def microbatch(data_iterator, vp_stage: int | None = None) -> dict[str, Tensor | None]:
     """The tensors of [b, s] that this stage needs; all None in the middle of the pipeline."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH)

@@ -141,6 +141,7 @@ def _replace_cuda_runtime() -> None:
     )
     stand_ins = {
         "current_device": _returning(_HOST),
+        "is_available": _returning(False),  # it may count devices, as DeepSpeed asks it to
         # Megatron sets up model parallelism only where it counts at least one device.
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "set_device": _returning(None),

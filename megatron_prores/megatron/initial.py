@@ -80,12 +80,16 @@ def install() -> None:
             container.model.pre_wrap_hooks.append(lambda chunks: [initialize(chunk, weights) for chunk in chunks])
         else:
             call.arguments["model_provider_func"] = _initialized(call.arguments["model_provider_func"], weights)
-        if run.rank == 0:
-            say(f"initial weights: {weights.init}, the same in every layout (seed {weights.seed})")
+        tell(weights)
         return setup(*call.args, **call.kwargs)
 
     setup_model_and_optimizer.with_initial_weights = True
     training.setup_model_and_optimizer = setup_model_and_optimizer
+
+
+def tell(weights: Weights) -> None:
+    if get_args().rank == 0:
+        say(f"initial weights: {weights.init}, the same in every layout (seed {weights.seed})")
 
 
 def _initialized(provider: Callable, weights: Weights) -> Callable:

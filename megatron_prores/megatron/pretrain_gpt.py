@@ -5,6 +5,7 @@
 Takes every Megatron flag, the `--prores-*` flags, `--config FILE.yaml`, `--host` and `--verbose`.
 """
 
+import argparse
 import os
 import sys
 import traceback
@@ -16,13 +17,22 @@ from megatron_prores.megatron import launch, screen
 from megatron_prores.warmup_summary import describe_progress
 
 
-def run(argv: list[str]) -> None:
+def run(
+    argv: list[str],
+    extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    use_engine: Callable[[argparse.Namespace], None] = lambda args: None,
+) -> None:
     """Train as the command line says.
+
+    Args:
+        argv: the command line without the program.
+        extra: adds flags of another engine to the parser.
+        use_engine: puts another engine into Megatron's trainer once the arguments are known.
 
     Raises:
         UserError: the command line, the data or a checkpoint cannot be used.
     """
-    args = launch.parse(argv)
+    args = launch.parse(argv, extra)
 
     # Megatron may be imported only now that the device is chosen.
     from megatron.core import mpu
@@ -53,6 +63,7 @@ def run(argv: list[str]) -> None:
     model = launch.accepted(gpt_config_from_args, args)
     launch.accepted(model.finalize)
     spec.refuse_unbuildable(model)
+    use_engine(args)
     config = pretrain_cfg_container_from_args(args, model)
     progress.install()
     mpu.initialize_model_parallel = partial(launch.accepted, mpu.initialize_model_parallel)

@@ -106,7 +106,7 @@ def progress_line(iteration: int, losses: list, learning_rate: float | None, gra
     parts += [f"{steps_per_second:.2f} steps/s", f"{tokens_per_second:,.0f} tokens/s"]
     coefficients = driver.stage_coefficients()
     if _has_alpha(coefficients):
-        alphas = coefficients.schedule.alpha(iteration)
+        alphas = driver.alphas(iteration)
         parts.append("alpha " + " ".join(f"{alphas[n - 1]:.3f}" for n in sampled_layers(coefficients.schedule)))
     parts.append(f"ETA {_duration((args.train_iters - iteration) / steps_per_second)}")
     return " | ".join(parts)

@@ -1,0 +1,134 @@
+"""The command line of the DeepSpeed entry: what Megatron's flags and the DeepSpeed config both have a word in."""
+
+import argparse
+from typing import Any
+
+from megatron_prores.deepspeed import section
+from megatron_prores.errors import UserError
+
+
+def add_deepspeed_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of the `deepspeed` launcher and of DeepSpeed's own examples."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        dest="deepspeed_config",
+        metavar="FILE",
+        help='DeepSpeed config (JSON): ZeRO stage, precision, offload, and "prores"; required',
+    )
+    group.add_argument("--deepspeed", action="store_true", help="accepted; this entry always uses DeepSpeed")
+    group.add_argument("--local_rank", type=int, default=None, help="set by the deepspeed launcher")
+    return parser
+
+
+def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The DeepSpeed config that a command line names, and the flags that it stands for.
+
+    Args:
+        argv: the command line without the program.
+
+    Returns:
+        The config, and Megatron's and ProRes's flags for what it says about precision and ProRes. They come before
+        the command line's own, which then win.
+
+    Raises:
+        UserError: there is no config, it cannot be read, or its "prores" section is wrong.
+    """
+    parser = add_deepspeed_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    parser.error = _refuse
+    path = parser.parse_known_args(argv)[0].deepspeed_config
+    if path is None:
+        raise UserError("--deepspeed_config is missing: give a DeepSpeed config, e.g. configs/deepspeed/zero1.json")
+    config = section.read_config(path)
+    settings = section.parse(config)
+    flags = [f"--{name}" for name in ("bf16", "fp16") if _is_enabled(config, name)]
+    given = config.get("prores", {})
+    for key in ("schedule", "warmup_steps", "total_warmup_steps"):
+        if key in given:
+            flags += [f"--prores-{key.replace('_', '-')}={given[key]}"]
+    if settings.override:
+        flags += ["--prores-override"]
+    return config, flags
+
+
+def _refuse(message: str) -> None:
+    raise UserError(message)
+
+
+def _is_enabled(config: dict[str, Any], precision: str) -> bool:
+    return bool((config.get(precision) or {}).get("enabled"))
+
+
+# Megatron's flags for what DeepSpeed does in its place, or does not do.
+_UNSUPPORTED = {
+    "use_distributed_optimizer": '--use-distributed-optimizer (use "zero_optimization")',
+    "overlap_grad_reduce": '--overlap-grad-reduce (DeepSpeed\'s "overlap_comm")',
+    "overlap_param_gather": "--overlap-param-gather (ZeRO does it)",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline stages",
+    "sequence_parallel": "--sequence-parallel",
+    "num_experts": "--num-experts",
+    "use_mup": "--use-mup",
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "fp8": "fp8",
+    "fp4": "fp4",
+    "async_save": "--async-save",
+    "non_persistent_save_interval": "--non-persistent-save-interval",
+    "pretrained_checkpoint": "--pretrained-checkpoint",
+    "ckpt_convert_format": "--ckpt-convert-format",
+    "log_params_norm": "--log-params-norm",
+    "log_num_zeros_in_grad": "--log-num-zeros-in-grad",
+    "save_params_interval": "--save-params-interval",
+    "save_wgrads_interval": "--save-wgrads-interval",
+    "save_dgrads_interval": "--save-dgrads-interval",
+    "save_activations_interval": "--save-activations-interval",
+    "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval",
+    "optimizer_cpu_offload": '--optimizer-cpu-offload (use "offload_optimizer")',
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "decoupled_lr": "--decoupled-lr",
+    "reset_attention_mask": "--reset-attention-mask",
+    "multi_latent_attention": "--multi-latent-attention",
+}
+
+
+def reconcile(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """The config as DeepSpeed gets it: sizes, precision and clipping are those of Megatron's flags.
+
+    Raises:
+        UserError: the config and the flags contradict each other, or a flag has no meaning under DeepSpeed.
+    """
+    _refuse_unsupported(args)
+    for precision in ("bf16", "fp16"):
+        if getattr(args, precision) != _is_enabled(config, precision) and precision in config:
+            raise UserError(f'--{precision} and "{precision}" in the DeepSpeed config contradict each other')
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    config = {**config}
+    _settle(config, "train_batch_size", args.global_batch_size, "--global-batch-size")
+    _settle(config, "train_micro_batch_size_per_gpu", args.micro_batch_size, "--micro-batch-size")
+    _settle(config, "gradient_accumulation_steps", microbatches, "--global-batch-size")
+    _settle(config, "gradient_clipping", args.clip_grad, "--clip-grad")
+    for precision in ("bf16", "fp16"):
+        if getattr(args, precision):
+            config.setdefault(precision, {"enabled": True})
+    config.setdefault("steps_per_print", None)  # Megatron's log has it all
+    return config
+
+
+def _settle(config: dict[str, Any], key: str, value: float, flag: str) -> None:
+    if config.setdefault(key, value) != value:
+        raise UserError(
+            f'"{key}": {config[key]} in the DeepSpeed config contradicts {flag}, which makes it {value}: '
+            "leave it out of the config"
+        )
+
+
+def _refuse_unsupported(args: argparse.Namespace) -> None:
+    for name, flag in _UNSUPPORTED.items():
+        if getattr(args, name, None):
+            raise UserError(f"{flag} is not supported under DeepSpeed: remove it, or use Megatron's own trainer")
+    if args.context_parallel_size > 1:
+        raise UserError("--context-parallel-size is not supported under DeepSpeed: use Megatron's own trainer")
+    if args.optimizer != "adam":
+        raise UserError(f'--optimizer {args.optimizer} is not supported under DeepSpeed: use "optimizer" in its config')

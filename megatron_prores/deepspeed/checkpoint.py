@@ -1,0 +1,161 @@
+"""DeepSpeed's checkpoints of a Megatron run: what is saved beside the engine's state, and the way back."""
+
+import argparse
+import os
+import re
+from typing import Any
+
+import deepspeed
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.training import get_args
+
+from megatron_prores.deepspeed.engine import STATE
+from megatron_prores.errors import UserError
+from megatron_prores.megatron import guard
+
+_SAVED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "swiglu"),
+    *("max_position_embeddings", "position_embedding_type", "normalization", "untie_embeddings_and_output_weights"),
+    "prores_norm",
+)
+
+
+def latest(folder: str | None, universal: bool) -> str | None:
+    """The file that names the newest checkpoint of a folder, where there is one; DeepSpeed writes it last."""
+    if folder is None:
+        return None
+    path = os.path.join(folder, "latest_universal" if universal else "latest")
+    return path if os.path.isfile(path) else None
+
+
+def save(engine: deepspeed.DeepSpeedEngine, iteration: int, floating_point_operations: float) -> None:
+    """Save the engine, where the data stand, the random states, and what `ds_to_universal` needs to know."""
+    args = get_args()
+    engine.save_checkpoint(
+        args.save,
+        tag=f"global_step{iteration}",
+        client_state={
+            # One key, the same on every rank: after a change of stages ranks read each other's.
+            STATE: {
+                "iteration": iteration,
+                "consumed_train_samples": args.consumed_train_samples,
+                "consumed_valid_samples": args.consumed_valid_samples,
+                "floating_point_operations": floating_point_operations,
+                "arguments": {name: getattr(args, name) for name in _SAVED},
+                "random_states": _gathered(_random_state()),
+            },
+            "universal_checkpoint_info": _universal_info(engine.module),
+        },
+    )
+
+
+def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
+    """Continue from `--load`, if there is a checkpoint: fills the engine, and Megatron's counters of what was done.
+
+    Raises:
+        UserError: there is a checkpoint, and it cannot be loaded or is another model's.
+    """
+    args = get_args()
+    if latest(args.load, universal) is None:
+        if args.load and (universal or args.exit_on_missing_checkpoint):
+            name = "latest_universal" if universal else "latest"
+            raise UserError(f"there is no checkpoint to load in {args.load}: it has no file {name}")
+        return
+    only_weights = args.finetune or args.no_load_optim
+    try:
+        _, state = engine.load_checkpoint(args.load, load_module_only=only_weights)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the checkpoint in {args.load} cannot be loaded ({reason}); with another number of processes or another "
+            'ZeRO stage it has to be made universal first (ds_to_universal, and "checkpoint": {"load_universal": true})'
+        ) from error
+    if only_weights:
+        return
+    saved = (state or {}).get(STATE)
+    if saved is None:
+        raise UserError(f"the checkpoint in {args.load} was not saved by this entry: start with --finetune")
+    _compare(saved["arguments"], args)
+    args.iteration = saved["iteration"]
+    args.consumed_train_samples = saved["consumed_train_samples"]
+    args.consumed_valid_samples = saved["consumed_valid_samples"]
+    args.num_floating_point_operations_so_far = saved["floating_point_operations"]
+    if not args.no_load_rng:
+        _restore_random_state(saved["random_states"])
+
+
+def _compare(saved: dict[str, Any], args: argparse.Namespace) -> None:
+    guard.check_norm(argparse.Namespace(**saved), args)
+    for name, value in saved.items():
+        if getattr(args, name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"the checkpoint in {args.load} has {flag} {value}, this run {getattr(args, name)}")
+
+
+def _layout() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "layout": _layout(),
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _restore_random_state(states: list[dict[str, Any]]) -> None:
+    if states[0]["layout"] != _layout():
+        return  # other ranks; Megatron seeds them anew
+    state = states[torch.distributed.get_rank()]
+    torch.set_rng_state(state["host"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _universal_info(model: torch.nn.Module) -> dict[str, Any]:
+    """How tensor parallelism cuts each parameter, as patterns of names, and how large the vocabulary is without
+    padding. `ds_to_universal` insists that every pattern fits a parameter, so they are made of the names.
+    """
+    args = get_args()
+    kinds: dict[str, set[str]] = {}
+    for name, parameter in model.named_parameters():
+        kinds.setdefault(_kind(name, parameter, args.swiglu), set()).add(_pattern(name))
+    merged: dict[str, set[str]] = {}
+    for stage in _gathered(kinds):
+        for kind, patterns in stage.items():
+            merged.setdefault(kind, set()).update(patterns)
+    info: dict[str, Any] = {kind: sorted(patterns) for kind, patterns in merged.items() if kind}
+    info["universal_checkpoint_version"] = 0.2
+    info["original_vocab_size"] = args.vocab_size or args.padded_vocab_size
+    return info
+
+
+def _pattern(name: str) -> str:
+    """The name with any layer number."""
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) + "$"
+
+
+def _kind(name: str, parameter: torch.nn.Parameter, gated: bool) -> str:
+    """The list of DeepSpeed's in which a parameter belongs; "" is a cut along the first dimension."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return "tp_replicated_parameter_patterns"
+    if "word_embeddings" in name or "output_layer" in name:
+        return "vocabulary_parameter_patterns"
+    if parameter.partition_dim == 1:
+        return "parameter_with_row_parallelism_patterns"
+    return "parameter_with_2_sub_params_cat_dim_0" if gated and "linear_fc1" in name else ""

@@ -1,0 +1,55 @@
+"""Pretrain a GPT with ProRes: Megatron's layers, data and trainer, with DeepSpeed as the engine.
+
+    torchrun --nproc-per-node 2 -m megatron_prores.deepspeed.pretrain_gpt \\
+        --deepspeed_config configs/deepspeed/zero1.json --config configs/megatron/quickstart.yaml
+
+Also under `deepspeed --module`. Takes the flags of `megatron_prores.megatron.pretrain_gpt`; ZeRO, precision and
+offload are in the DeepSpeed config. Tensor parallelism is Megatron's, pipeline stages are DeepSpeed's.
+"""
+
+import os
+import sys
+
+import torch
+
+from megatron_prores.deepspeed import arguments
+from megatron_prores.megatron import pretrain_gpt
+
+
+def run(argv: list[str]) -> None:
+    """Train as the command line says.
+
+    Raises:
+        UserError: the command line, the data, the DeepSpeed config or a checkpoint cannot be used.
+    """
+    if "-h" in argv or "--help" in argv:
+        pretrain_gpt.run(argv, extra=arguments.add_deepspeed_arguments)
+    config, flags = arguments.read(argv)
+
+    def use_deepspeed(args) -> None:
+        settled = arguments.reconcile(args, config)
+
+        from megatron_prores.deepspeed import faults, trainer
+
+        faults.skip_shared_memory_kernel()
+        trainer.install(settled)
+
+    pretrain_gpt.run([*flags, *argv], extra=arguments.add_deepspeed_arguments, use_engine=use_deepspeed)
+
+
+def leave() -> None:
+    """End the process without the interpreter's exit, in which ZeRO-3 at times aborts on the host."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    pretrain_gpt.exit_on_error(lambda: run(sys.argv[1:]))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
