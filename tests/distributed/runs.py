@@ -1,5 +1,6 @@
 """Starts real pretraining runs in processes of their own and reads back what they logged."""
 
+import contextlib
 import os
 import re
 import signal
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from zygote import Job, Task, zygote
 
 from megatron_prores.report import read_scalars
+
+PRETRAIN = "megatron_prores.megatron.pretrain_gpt"
 
 # What our entry point adds by itself on a machine without GPU, Apex and Transformer Engine.
 HOST_FLAGS = [
@@ -73,24 +77,21 @@ class Run:
         return [(m[1], m[2] or "", m[3] or "") for m in re.finditer(pattern, self.output, re.MULTILINE)]
 
 
-def command(folder: Path, *flags: str, processes: int = 1, config: dict | None = None, script=None) -> list[str]:
-    """The command line of a run that logs to `folder`; one process needs no launcher.
+def arguments(folder: Path, *flags: str, config: dict | None = None, script: Path | None = None) -> list[str]:
+    """The command line, without the program, of a run that logs to `folder`.
 
     Args:
-        script: a training script that knows no `--config`, in place of our entry point.
+        config: changes to TINY; None removes a key.
+        script: the program is a training script that knows no `--config`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in {**TINY, **(config or {})}.items() if value is not None}
-    python = [sys.executable]
-    if processes > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    if script is None:
-        config_file = folder / "config.yaml"
-        config_file.write_text(yaml.safe_dump(config))
-        program = ["-m", "megatron_prores.megatron.pretrain_gpt", "--config", str(config_file)]
-    else:
-        program = [str(script), *HOST_FLAGS, *_as_flags(config)]
-    return [*python, *program, "--tensorboard-dir", str(folder / "logs"), *flags]
+    logs = ["--tensorboard-dir", str(folder / "logs")]
+    if script is not None:
+        return [*HOST_FLAGS, *_as_flags(config), *logs, *flags]
+    config_file = folder / "config.yaml"
+    config_file.write_text(yaml.safe_dump(config))
+    return ["--config", str(config_file), *logs, *flags]
 
 
 def _as_flags(config: dict) -> list[str]:
@@ -102,19 +103,46 @@ def _as_flags(config: dict) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **extra}
+    """On the host, also where there are GPUs."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
-def run(folder: Path, *flags: str, timeout: float = 300, env: dict | None = None, **kwargs) -> Run:
-    """Run to the end, whatever the end is."""
-    done = subprocess.run(
-        command(folder, *flags, **kwargs),
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    return _read(folder, done.returncode, done.stdout, done.stderr)
+def _start(
+    folder: Path,
+    *flags: str,
+    processes: int = 1,
+    module: str = PRETRAIN,
+    script: Path | None = None,
+    config: dict | None = None,
+    env: dict[str, str] | None = None,
+    fresh: bool = False,
+) -> subprocess.Popen | Job:
+    argv = arguments(folder, *flags, config=config, script=script)
+    files = (folder / "output", folder / "errors")
+    # Forks come too late for variables that act on import, and hold back what only --verbose shows of it.
+    if not (fresh or script or env or "--verbose" in flags):
+        return zygote(module).start(Task(module, argv, processes, environment(), Path.cwd(), *files))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    program = [str(script)] if script else ["-m", module]
+    line = [sys.executable, *(torchrun if processes > 1 else ()), *program, *argv]
+    with files[0].open("w") as output, files[1].open("w") as errors:
+        return subprocess.Popen(
+            line, env=environment(**(env or {})), stdout=output, stderr=errors, start_new_session=True
+        )
+
+
+def run(folder: Path, *flags: str, timeout: float = 300, **kwargs) -> Run:
+    """Run to the end, whatever the end is.
+
+    Args:
+        processes: ranks.
+        module: the entry point.
+        script: a training script in place of `module`, which knows no `--config`.
+        config: changes to TINY; None removes a key.
+        env: variables to set.
+        fresh: as a person starts it, with torchrun for several processes, and not as forks of the zygote.
+    """
+    return _read(folder, _end(_start(folder, *flags, **kwargs), timeout))
 
 
 def pretrain(folder: Path, *flags: str, **kwargs) -> Run:
@@ -126,36 +154,68 @@ def pretrain(folder: Path, *flags: str, **kwargs) -> Run:
 
 def kill_at(folder: Path, line: str, *flags: str, timeout: float = 300, **kwargs) -> None:
     """Start a run and SIGKILL all its processes as soon as it prints a line that starts with `line`."""
-    process = subprocess.Popen(
-        command(folder, *flags, **kwargs),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    process = _start(folder, *flags, **kwargs)
     deadline = time.monotonic() + timeout
-    seen = False
-    for printed in process.stdout:
-        seen = printed.startswith(line)
-        if seen or time.monotonic() > deadline:
-            break
-    # torchrun starts each worker in a session of its own, so the group is not enough.
-    for child in [*_descendants(process.pid), process.pid]:
-        try:
-            os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
+    running, seen = True, False
+    try:
+        while running and not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+            running = process.poll() is None
+            seen = any(printed.startswith(line) for printed in (folder / "output").read_text().splitlines())
+    finally:
+        _kill(process)
     assert seen, f"the run ended without printing {line!r}"
 
 
+def _end(process: subprocess.Popen | Job, timeout: float) -> int:
+    """The exit code; nothing of the run is left when this raises."""
+    try:
+        return process.wait(timeout)
+    except BaseException:
+        _kill(process)
+        raise
+
+
+def _kill(process: subprocess.Popen | Job) -> None:
+    if process.poll() is not None:
+        return
+    # torchrun starts each worker in a session of its own, so a group is not enough.
+    for child in [*_descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    process.wait()
+
+
+def outcomes(folder: Path, module: str, cases: dict[str, tuple[list[str], int]]) -> dict[str, tuple[int, str, str]]:
+    """Run a module that needs no other rank for each case.
+
+    Args:
+        folder: to run in.
+        cases: command line (without the program) and WORLD_SIZE by name.
+
+    Returns:
+        (exit code, stdout, stderr) by name.
+    """
+    files = (folder / "output", folder / "errors")
+    found = {}
+    for name, (argv, world) in cases.items():
+        # One process finds its own address.
+        place = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"} if world > 1 else {}
+        job = zygote(module).start(Task(module, argv, 1, environment(**place), folder, *files))
+        found[name] = (_end(job, 60), *(file.read_text() for file in files))
+    return found
+
+
 def _descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
     return [descendant for child in map(int, children) for descendant in (*_descendants(child), child)]
 
 
-def _read(folder: Path, returncode: int, output: str, errors: str) -> Run:
+def _read(folder: Path, returncode: int) -> Run:
+    output, errors = ((folder / name).read_text() for name in ("output", "errors"))
     logs = folder / "logs"
     scalars = read_scalars(logs) if logs.is_dir() and any(logs.iterdir()) else {}
 

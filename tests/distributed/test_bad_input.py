@@ -3,9 +3,8 @@
 import subprocess
 import sys
 
-import forks
 import pytest
-from runs import command, environment, run
+from runs import PRETRAIN, arguments, environment, outcomes, run
 
 # name: (flags after a config that works, config changes, what the line must say)
 MISTAKES = {
@@ -78,21 +77,20 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, data):
-    """[exit code, stdout, stderr] of every mistake."""
+def told(tmp_path_factory, data):
+    """(exit code, stdout, stderr) of every mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
     cases = {}
     for number, (name, (flags, change, _)) in enumerate(MISTAKES.items()):
         change = dict(change)
         world = change.pop("world", 1)
-        line = command(folder / str(number), *flags, config={**data, **change})
-        cases[name] = (line[line.index("--config") :], world)
-    return forks.outcomes(folder, "megatron_prores.megatron.pretrain_gpt", cases)
+        cases[name] = (arguments(folder / str(number), *flags, config={**data, **change}), world)
+    return outcomes(folder, PRETRAIN, cases)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_line_and_exit_code_two(name, outcomes):
-    code, _, errors = outcomes[name]
+def test_one_line_and_exit_code_two(name, told):
+    code, _, errors = told[name]
     lines = errors.strip().splitlines()
     assert code == 2, errors
     assert len(lines) == 1 and lines[0].startswith("error: "), errors
@@ -101,7 +99,7 @@ def test_one_line_and_exit_code_two(name, outcomes):
 
 
 def test_a_process_of_its_own(tmp_path, data):
-    result = run(tmp_path, "--prores-schedule", "lineer", config=data)
+    result = run(tmp_path, "--prores-schedule", "lineer", config=data, fresh=True)
     assert (result.returncode, len(result.error_lines)) == (2, 1)
     assert "Traceback" not in result.errors and not result.losses
 
@@ -109,7 +107,7 @@ def test_a_process_of_its_own(tmp_path, data):
 def test_one_rank_speaks(tmp_path, data):
     """Under torchrun every rank fails; the line is printed once. torchrun itself turns the exit code into 1."""
     flags = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "7")
-    result = run(tmp_path, *flags, processes=2, config=data)
+    result = run(tmp_path, *flags, processes=2, config=data, fresh=True)
     assert result.returncode == 1
     assert len(result.error_lines) == 1
     assert "[1, 2, 3, 4, 5, 6, 7]" in result.error_lines[0] and "1..6" in result.error_lines[0]

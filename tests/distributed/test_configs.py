@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import forks
 import pytest
 import yaml
+from runs import PRETRAIN, outcomes
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 SIZES = ("71m", "130m", "350m", "1b", "3b", "7b", "70b")
@@ -51,8 +51,8 @@ def plans(tmp_path_factory) -> dict[str, dict]:
     quickstart = ["--config", str(CONFIGS / "quickstart.yaml"), "--vocab-size", "4096"]
     flags = {"quickstart": quickstart, **{name: _flags(files) for name, files in NAMED.items()}}
     lines = {name: (["plan", *words, "--json", f"{folder / name}.json"], 1) for name, words in flags.items()}
-    outcomes = forks.outcomes(folder, "megatron_prores.cli", lines)
-    failed = {name: errors for name, (code, _, errors) in outcomes.items() if code or errors}
+    planned = outcomes(folder, "megatron_prores.cli", lines)
+    failed = {name: errors for name, (code, _, errors) in planned.items() if code or errors}
     assert not failed
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in flags}
 
@@ -95,8 +95,6 @@ def test_every_file_trains_two_steps(tmp_path):
         layers = {} if name == DEEPEST else {"num-layers": 2, "num-layers-per-virtual-pipeline-stage": 2}
         shrunk.write_text(yaml.safe_dump({**SHRUNK, **layers}))
         cases[name] = ([*_flags(files), "--config", str(shrunk)], 1)
-    for name, (code, output, errors) in forks.outcomes(
-        tmp_path, "megatron_prores.megatron.pretrain_gpt", cases
-    ).items():
+    for name, (code, output, errors) in outcomes(tmp_path, PRETRAIN, cases).items():
         assert code == 0, f"{name}: {errors[-2000:]}"
         assert re.search(r"step 2/2 \| loss \d", output), f"{name}: {output}"

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forks
 import pytest
 import yaml
-from runs import TINY, environment, pretrain
+from runs import TINY, environment, outcomes, pretrain
 from test_layouts import LAYOUTS, PP2, TP2
 
 from megatron_prores import Schedule
@@ -140,16 +139,16 @@ def _command_lines(folder: Path, cases: dict[str, list[str]]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict:
-    """[exit code, stdout, stderr] of every plan of this file's tables."""
+def told(tmp_path_factory) -> dict:
+    """(exit code, stdout, stderr) of every plan of this file's tables."""
     folder = tmp_path_factory.mktemp("plans")
     cases = {name: flags for name, (flags, _) in {**ERRORS, **NOTES}.items()}
-    return forks.outcomes(folder, "megatron_prores.cli", _command_lines(folder, cases))
+    return outcomes(folder, "megatron_prores.cli", _command_lines(folder, cases))
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_every_error_is_a_line(name, outcomes):
-    code, output, errors = outcomes[name]
+def test_every_error_is_a_line(name, told):
+    code, output, errors = told[name]
     lines = errors.splitlines()
     assert (code, output) == (2, "")
     assert len(lines) == len(ERRORS[name][1]), errors
@@ -158,8 +157,8 @@ def test_every_error_is_a_line(name, outcomes):
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_notes(name, outcomes):
-    code, output, errors = outcomes[name]
+def test_notes(name, told):
+    code, output, errors = told[name]
     assert (code, errors) == (0, "")
     lines = output.splitlines()
     notes = [line for line in lines if line.startswith("note: ")]
@@ -206,7 +205,7 @@ def test_stages_of_every_layout(tmp_path):
         name: [*flags, "--world-size", str(processes), "--json", f"{tmp_path / name}.json"]
         for name, (processes, flags, _) in LAYOUTS.items()
     }
-    forks.outcomes(tmp_path, "megatron_prores.cli", _command_lines(tmp_path, cases))
+    outcomes(tmp_path, "megatron_prores.cli", _command_lines(tmp_path, cases))
     plans = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in LAYOUTS}
     stages = {name: [stage["layers"] for stage in plan["stages"]] for name, plan in plans.items()}
     assert stages == {name: [_numbers(span) for span in spans] for name, (_, _, spans) in LAYOUTS.items()}
@@ -229,13 +228,13 @@ def test_what_is_missing(tmp_path):
         "no vocabulary": (["plan", *sizes.split(), *samples.split(), "--lr", "1"], 1),
         "samples": (["plan", *sizes.split(), *samples.split(), "--lr", "1", "--vocab-size", "16"], 1),
     }
-    outcomes = forks.outcomes(tmp_path, "megatron_prores.cli", cases)
+    told = outcomes(tmp_path, "megatron_prores.cli", cases)
     flags = ["num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings"]
-    assert outcomes["nothing"][2].splitlines() == [f"error: --{flag} is missing" for flag in flags]
-    assert outcomes["sizes"][2] == "error: the run has no length: give --train-iters or --train-samples\n"
-    assert outcomes["no learning rate"][2] == "error: --lr is missing\n"
-    assert "--vocab-size" in outcomes["no vocabulary"][2]
-    assert "50 iterations, 400 tokens" in outcomes["samples"][1] and "over 10.0% of the run" in outcomes["samples"][1]
+    assert told["nothing"][2].splitlines() == [f"error: --{flag} is missing" for flag in flags]
+    assert told["sizes"][2] == "error: the run has no length: give --train-iters or --train-samples\n"
+    assert told["no learning rate"][2] == "error: --lr is missing\n"
+    assert "--vocab-size" in told["no vocabulary"][2]
+    assert "50 iterations, 400 tokens" in told["samples"][1] and "over 10.0% of the run" in told["samples"][1]
 
 
 def _seconds_of_children() -> float:
