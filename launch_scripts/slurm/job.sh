@@ -1,0 +1,140 @@
+# shellcheck shell=bash
+# Sourced by the batch scripts: `run_job MODULE RUN [FLAGS ...]` trains in the folder RUN, has it saved when Slurm warns,
+# and puts the job back into the queue until the run is complete. Runs in the repository's root.
+#
+# RUN/slurm.state says how it stands; `prores status` reads it.
+
+run_job() {
+    local module=$1 status=0
+    run=${2:-} warned='' ending='' step='' stalled=0
+    [[ -n $run && $run != -* ]] || { echo "error: the first argument is the run's folder" >&2 && exit 2; }
+    shift 2
+    trap _warned USR1
+    trap _ending TERM
+    mkdir -p "$run/logs"
+    _load_site
+    started=$(date +%s) from=$(_iteration) target=$(_recorded target)
+    if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(_recorded from)" = "$from" ]; then
+        stalled=$(($(_recorded stalled) + 1))
+    fi
+    ((stalled <= max_stalled)) || _give_up 1 "this start too would have been without progress"
+    _record running
+    target=$(_srun --nodes=1 --ntasks=1 "$python" -m megatron_prores.slurm.prepare "$run/checkpoints" "$@") ||
+        status=$?
+    ((status != 2)) || _give_up 2 "the flags cannot be used"
+    if ((status == 0)); then
+        from=$(_iteration)
+        _record running
+        _say "start $((${SLURM_RESTART_COUNT:-0} + 1)): iteration $from of $target, on $SLURM_JOB_NODELIST"
+        _train "$module" "$@" || status=$?
+    fi
+    _finish "$status"
+}
+
+_load_site() {
+    processes_per_node='' network_interface='' host_suffix='' max_stalled=3 python=python srun_options=()
+    local site=${PRORES_SITE:-launch_scripts/slurm/site.sh}
+    activate() { :; }
+    if [ -e "$site" ]; then
+        # shellcheck source=launch_scripts/slurm/site.example.sh
+        source "$site"
+    fi
+    set +u # modules and conda read variables that are not set
+    activate
+    set -u
+    if [ -n "$network_interface" ]; then
+        export NCCL_SOCKET_IFNAME=$network_interface GLOO_SOCKET_IFNAME=$network_interface
+    fi
+    # shellcheck disable=SC2016  # torchrun replaces it
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
+    export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+}
+
+# What every step needs to hear again: srun takes neither -c nor, after `sbatch --export=NONE`, the environment.
+_srun() {
+    exec srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" \
+        ${srun_options[@]+"${srun_options[@]}"} "$@" </dev/null
+}
+
+_train() {
+    local module=$1 processes=${processes_per_node:-${SLURM_GPUS_ON_NODE:-}} host port status
+    shift
+    [ -n "$processes" ] || _give_up 2 "how many processes? Ask for --gpus-per-node, or set processes_per_node"
+    host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)$host_suffix
+    port=$((10000 + SLURM_JOB_ID % 20000)) # below those that systems hand out by themselves, 32768 and up
+    _srun --ntasks-per-node=1 --label "$python" -m megatron_prores.slurm.node --endpoint "$host:$port" \
+        --processes "$processes" --host-suffix "$host_suffix" --logs "$run/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+        -- -m "$module" --save "$run/checkpoints" --load "$run/checkpoints" --tensorboard-dir "$run/tensorboard" \
+        --exit-signal-handler "$@" &
+    step=$!
+    [ -z "$warned" ] || _warned
+    # A trapped signal ends `wait` early; srun's own code comes from a `wait` that was not interrupted.
+    while true; do
+        interrupted='' status=0
+        wait "$step" || status=$?
+        [ -n "$interrupted" ] || return "$status"
+    done
+}
+
+# The time limit is near. Only this shell was told; srun passes the signal on, once the step is there.
+_warned() {
+    interrupted=yes warned=yes
+    [ -n "$step" ] || return 0
+    _say "warned by Slurm: saving at iteration boundaries"
+    while kill -USR1 "$step" 2>/dev/null; do sleep 5; done &
+}
+
+# Slurm ends this start: requeued, preempted, cancelled, or out of time. It has told the step too, and decides what follows.
+_ending() {
+    interrupted=yes
+    [ -z "$ending" ] || return 0
+    ending=yes stalled=$((stalled - 1)) # whatever comes of it, the run is not to blame
+    _record ending "Slurm ended this start"
+}
+
+_finish() {
+    local status=$1 iteration
+    iteration=$(_iteration)
+    if ((status == 0 && iteration >= target)); then
+        _record complete
+        _say "complete: iteration $iteration of $target"
+    elif [ -n "$ending" ]; then
+        _say "ended by Slurm at iteration $iteration of $target"
+        exit "$status"
+    elif ((iteration > from || stalled < max_stalled)); then
+        _say "iteration $iteration of ${target:-?}, exit code $status: back into the queue"
+        trap '' TERM # that is how Slurm ends this script
+        _record waiting
+        scontrol requeue "$SLURM_JOB_ID" || _give_up 1 "Slurm does not requeue this job: submit it again to continue"
+    else
+        _give_up "$status" "exit code $status"
+    fi
+}
+
+_give_up() {
+    local status=$1 reason=$2
+    ((stalled == 0)) || reason+="; $((stalled + 1)) starts in a row without a new checkpoint"
+    _record failed "$reason"
+    echo "error: stopped at iteration $(_iteration): $reason" >&2
+    exit $((status > 0 ? status : 1))
+}
+
+_say() { echo "prores: $*"; }
+
+# Of the last whole checkpoint; 0 where there is none.
+_iteration() {
+    local number=''
+    number=$(cat "$run/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null) || true
+    [[ $number =~ ^[0-9]+$ ]] || number=0
+    echo "$number"
+}
+
+_recorded() { sed -n "s/^$1=//p" "$run/slurm.state" 2>/dev/null || true; }
+
+_record() {
+    local job=$SLURM_JOB_ID
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    printf '%s\n' "state=$1" "reason=${2:-}" "job=$job" "requeued=${SLURM_RESTART_COUNT:-0}" "stalled=$stalled" \
+        "started=$started" "from=$from" "target=$target" >"$run/slurm.state.new"
+    mv "$run/slurm.state.new" "$run/slurm.state"
+}
