@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from zygote import Job, Task, zygote
+from zygote import Job, Task, environment, zygote
 
 from megatron_prores.report import read_scalars
 
@@ -102,11 +102,6 @@ def _as_flags(config: dict) -> list[str]:
     return flags
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """On the host, also where there are GPUs."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
-
-
 def _start(
     folder: Path,
     *flags: str,
@@ -119,6 +114,8 @@ def _start(
 ) -> subprocess.Popen | Job:
     argv = arguments(folder, *flags, config=config, script=script)
     files = (folder / "output", folder / "errors")
+    for file in files:
+        file.write_text("")  # kill_at reads before a fork may have opened it
     # Forks come too late for variables that act on import, and hold back what only --verbose shows of it.
     if not (fresh or script or env or "--verbose" in flags):
         return zygote(module).start(Task(module, argv, processes, environment(), Path.cwd(), *files))

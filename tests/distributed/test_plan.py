@@ -168,15 +168,6 @@ def test_notes(name, told):
     assert max(len(line) for line in lines if line not in notes) < 100
 
 
-def planned(folder: Path, *flags: str) -> dict:
-    """The plan of a process of its own, from its --json."""
-    file = folder / "plan.json"
-    line = [sys.executable, "-m", "megatron_prores.cli", "plan", *flags, "--json", str(file)]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    return {**json.loads(file.read_text()), "printed": done.stdout}
-
-
 # name: (processes, flags, config changes)
 RUNS = {
     "one process, tied": (1, (), TIED),
@@ -191,7 +182,10 @@ def test_a_run_has_the_sizes_and_stages_of_its_plan(name, tmp_path, data):
     processes, flags, change = RUNS[name]
     config = {**data, **change, "train-iters": 1, "eval-iters": 0}
     run = pretrain(tmp_path, *flags, "--verbose", processes=processes, config=config)
-    plan = planned(tmp_path, "--config", str(tmp_path / "config.yaml"), *flags)
+    line = ["plan", "--config", str(tmp_path / "config.yaml"), *flags, "--json", str(tmp_path / "plan.json")]
+    [(code, _, errors)] = outcomes(tmp_path, "megatron_prores.cli", {name: (line, 1)}).values()
+    assert (code, errors) == (0, "")
+    plan = json.loads((tmp_path / "plan.json").read_text())
     pattern = r"number of parameters on \(tensor, .*pipeline\) +model parallel rank \((\d+), .*?(\d+)\): (\d+)"
     held = {(int(m[1]), int(m[2])): int(m[3]) for m in re.finditer(pattern, run.output)}
     assert len(held) == processes
@@ -244,11 +238,13 @@ def _seconds_of_children() -> float:
 
 
 def test_a_thousand_ranks_in_seconds(tmp_path):
+    flags = ["--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / "70b.yaml"), "--world-size", "1024"]
+    line = [sys.executable, "-m", "megatron_prores.cli", "plan", *flags, "--json", str(tmp_path / "plan.json")]
     before = _seconds_of_children()
-    plan = planned(
-        tmp_path, "--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / "70b.yaml"), "--world-size", "1024"
-    )
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True)
     assert _seconds_of_children() - before < 20
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
     # Llama 2 70B: h = 8192, 80 layers, feed-forward 28672, 64 heads and 8 groups, 32000 tokens, untied.
     width, ffn, vocabulary = 8192, 28672, 32000
     layer = 2 * width * width + 2 * width * width // 8 + 3 * width * ffn + 2 * width
@@ -269,7 +265,7 @@ def test_a_thousand_ranks_in_seconds(tmp_path):
     assert plan["memory"]["weights_and_optimizer"] == pytest.approx(plan["parameters_per_rank"][0] * 6.75, rel=1e-3)
     assert plan["schedule"] == {"name": "linear", "warmup_steps": 1000, "total_steps": 80000}
     alphas = Schedule("linear", 80).alpha(40_000)
-    row = next(line for line in plan["printed"].splitlines() if "66-70" in line)
+    row = next(line for line in done.stdout.splitlines() if "66-70" in line)
     assert f"{alphas[65]:.3f}..{alphas[69]:.3f}" in row
-    assert "all layers at 1 after 16.7% of the run" in plan["printed"]
-    assert max(map(len, plan["printed"].splitlines())) < 100
+    assert "all layers at 1 after 16.7% of the run" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 100

@@ -10,23 +10,24 @@ TP2 = ("--tensor-model-parallel-size", "2")
 WITH_DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 EVERY_FOUR = ("--save-interval", "4")
 
+# name: (processes, flags, whether torchrun starts what is killed and what resumes it)
 KILLED = {
-    "one process": (1, WITH_DROPOUT),
-    "pp2 virtual stages": (2, (*WITH_DROPOUT, *PP2, "--num-layers-per-virtual-pipeline-stage", "1")),
-    "dp2 bf16 distributed optimizer": (2, (*WITH_DROPOUT, "--bf16", "--use-distributed-optimizer")),
-    "tp2 sequence parallel": (2, (*WITH_DROPOUT, *TP2, "--sequence-parallel")),
+    "one process": (1, WITH_DROPOUT, False),
+    "pp2 virtual stages": (2, (*WITH_DROPOUT, *PP2, "--num-layers-per-virtual-pipeline-stage", "1"), True),
+    "dp2 bf16 distributed optimizer": (2, (*WITH_DROPOUT, "--bf16", "--use-distributed-optimizer"), False),
+    "tp2 sequence parallel": (2, (*WITH_DROPOUT, *TP2, "--sequence-parallel"), False),
 }
 
 
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_continues_bit_for_bit(name, tmp_path, data):
-    processes, flags = KILLED[name]
+    processes, flags, fresh = KILLED[name]
     kwargs = {"processes": processes, "config": data}
     straight = pretrain(tmp_path / "straight", *flags, **kwargs)
     checkpoint = str(tmp_path / "checkpoint")
     again = (*flags, "--save", checkpoint, "--load", checkpoint, *EVERY_FOUR)
-    kill_at(tmp_path / "killed", "step 6/8", *again, **kwargs)
-    resumed = pretrain(tmp_path / "resumed", *again, **kwargs)
+    kill_at(tmp_path / "killed", "step 6/8", *again, fresh=fresh, **kwargs)
+    resumed = pretrain(tmp_path / "resumed", *again, fresh=fresh, **kwargs)
     assert sorted(resumed.losses) == [5, 6, 7, 8]
     assert resumed.losses == {step: straight.losses[step] for step in (5, 6, 7, 8)}
     assert resumed.evaluations[8] == straight.evaluations[8]

@@ -1,12 +1,9 @@
 """Norm placements and initial weights in real runs: the same losses in every layout, from a seed alone."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
-from runs import environment, pretrain, run
+from runs import outcomes, pretrain, run
 
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -113,11 +110,10 @@ def test_another_placement_is_refused_and_restored(tmp_path, data, one_process):
 
 
 @pytest.mark.parametrize("norm", OTHER_LAYOUT)
-def test_text_from_a_checkpoint(norm, one_process):
+def test_text_from_a_checkpoint(norm, tmp_path, one_process):
     _, checkpoint = one_process(norm)
-    program = [sys.executable, "-m", "megatron_prores.cli", "generate", "--checkpoint", str(checkpoint)]
-    options = ["--ckpt-step", "8", "--max-new-tokens", "4", "--greedy"]
-    done = subprocess.run([*program, *options], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert f"; {norm} norm; alpha at iteration 8:" in done.stdout
-    assert "4 tokens in" in done.stdout
+    line = ["generate", "--checkpoint", str(checkpoint), "--ckpt-step", "8", "--max-new-tokens", "4", "--greedy"]
+    [(code, output, errors)] = outcomes(tmp_path, "megatron_prores.cli", {norm: (line, 1)}).values()
+    assert code == 0, errors
+    assert f"; {norm} norm; alpha at iteration 8:" in output
+    assert "4 tokens in" in output

@@ -35,7 +35,16 @@ MEGATRON = (
 )
 
 # What each entry module imports when it runs. A zygote is shared by those that import the same.
-IMPORTS = {"megatron_prores.megatron.pretrain_gpt": MEGATRON, "megatron_prores.cli": MEGATRON}
+IMPORTS = {
+    "megatron_prores.megatron.pretrain_gpt": MEGATRON,
+    "megatron_prores.cli": MEGATRON,
+    "megatron_prores.deepspeed.pretrain_gpt": (*MEGATRON, "megatron_prores.deepspeed.trainer"),
+}
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """For runs on the host, also where there are GPUs."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 @dataclass
@@ -89,7 +98,7 @@ class Zygote:
             arguments = [str(os.getpid()), str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *arguments],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -217,8 +226,8 @@ def _become(task: Task) -> None:
     sys.argv[1:] = task.argv
     sys.modules.pop(task.module, None)
     runpy.run_module(task.module, run_name="__main__", alter_sys=True)
-    # What the interpreter does at its end, without taking apart every module, which takes half a second. After an error
-    # it does that too: destructors of what is half built then must not add to what was said.
+    # The interpreter's end without its last part, which takes half a second to clear every module. Only where the run
+    # ended well: after an error, destructors of half-built objects must not add to what was said.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -230,8 +239,10 @@ def main() -> None:
     parent, descriptor, *modules = sys.argv[1:]
     _die_with(int(parent))
     _import(modules)
-    if task := _serve(Connection(int(descriptor))):
-        _become(task)
+    task = _serve(Connection(int(descriptor)))
+    if task is None:
+        os._exit(0)
+    _become(task)
 
 
 if __name__ == "__main__":
