@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_prores.deepspeed import section
 from megatron_prores.errors import UserError
+from megatron_prores.megatron.arguments import schedule_from_args
 
 
 def add_deepspeed_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,8 +30,7 @@ def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
         argv: the command line without the program.
 
     Returns:
-        The config, and Megatron's and ProRes's flags for what it says about precision and ProRes. They come before
-        the command line's own, which then win.
+        The config, and Megatron's and ProRes's flags for what it says about precision and ProRes.
 
     Raises:
         UserError: there is no config, it cannot be read, or its "prores" section is wrong.
@@ -103,6 +103,13 @@ def reconcile(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any
     for precision in ("bf16", "fp16"):
         if getattr(args, precision) != _is_enabled(config, precision) and precision in config:
             raise UserError(f'--{precision} and "{precision}" in the DeepSpeed config contradict each other')
+    if "prores" in config:
+        asked, flags = section.parse(config).resolve(args.num_layers), schedule_from_args(args)
+        if asked != flags:
+            raise UserError(
+                f'"prores" in the DeepSpeed config asks for {asked}, the flags and --config files for {flags}: '
+                "say it in one place"
+            )
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     config = {**config}
     _settle(config, "train_batch_size", args.global_batch_size, "--global-batch-size")

@@ -15,7 +15,7 @@ from megatron_prores.errors import UserError
 from megatron_prores.megatron import guard
 
 _SAVED = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "swiglu"),
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "swiglu"),
     *("max_position_embeddings", "position_embedding_type", "normalization", "untie_embeddings_and_output_weights"),
     "prores_norm",
 )
@@ -27,6 +27,25 @@ def latest(folder: str | None, universal: bool) -> str | None:
         return None
     path = os.path.join(folder, "latest_universal" if universal else "latest")
     return path if os.path.isfile(path) else None
+
+
+def leave_out_empty_states(model: torch.nn.Module) -> None:
+    """Keep Megatron's `_extra_state`, which is None in its linear layers, out of checkpoints: `ds_to_universal` takes
+    everything there for a tensor.
+    """
+    for module in model.modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            module.register_state_dict_post_hook(_drop_empty_state)
+            module.register_load_state_dict_pre_hook(_expect_empty_state)
+
+
+def _drop_empty_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    if state.get(f"{prefix}_extra_state", 0) is None:
+        del state[f"{prefix}_extra_state"]
+
+
+def _expect_empty_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state.setdefault(f"{prefix}_extra_state", None)
 
 
 def save(engine: deepspeed.DeepSpeedEngine, iteration: int, floating_point_operations: float) -> None:

@@ -1,6 +1,7 @@
 """`deepspeed.initialize` with ProRes: alpha advances with the optimizer steps that the engine applies."""
 
 import functools
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,9 +12,12 @@ from deepspeed.pipe import PipelineModule
 
 from megatron_prores.coefficients import LayerCoefficient, StageCoefficients
 from megatron_prores.deepspeed import faults
-from megatron_prores.deepspeed.section import Section, parse, read_config
+from megatron_prores.deepspeed.section import parse, read_config
 from megatron_prores.errors import UserError
+from megatron_prores.pytorch import ProRes, attach
 from megatron_prores.schedule import Schedule
+
+Say = Callable[[str], None]
 
 STATE = "megatron_prores"
 """Our key in the scheduler's state and in the client state; DeepSpeed merges both with names of its own."""
@@ -30,13 +34,18 @@ class AlphaScheduler:
         coefficients: the alphas of this rank's layers.
         inner: the learning-rate scheduler, or None.
         completed: t of the alpha that the next forward uses.
+        attached: where the model's layers do not read alpha by themselves, what `megatron_prores.attach` returned:
+            `attached.describe()` says which modules are scaled, `attached.detach()` takes ProRes off.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, coefficients: StageCoefficients, override: bool):
+    attached: ProRes | None = None
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, coefficients: StageCoefficients, override: bool, say: Say):
         self.coefficients = coefficients
         self.inner = engine.lr_scheduler
         self._engine = engine
         self._override = override
+        self._say = say if torch.distributed.get_rank() == 0 else lambda line: None
         self._skipped = 0
         self.set_step(0)
 
@@ -59,10 +68,10 @@ class AlphaScheduler:
         if self.inner is not None:
             self.inner.step(*args, **kwargs)
         skipped = self._engine.skipped_steps
-        if skipped > self._skipped:
-            say(
-                f"ProRes: alpha stayed at t = {self.completed} while {skipped - self._skipped} optimizer steps were "
-                "skipped for an overflow"
+        if new := skipped - self._skipped:
+            self._say(
+                f"ProRes: alpha stayed at t = {self.completed} while {new} optimizer "
+                f"{'step was' if new == 1 else 'steps were'} skipped for an overflow"
             )
             self._skipped = skipped
         self.set_step(self._engine.global_steps + 1 - skipped)
@@ -98,7 +107,7 @@ class AlphaScheduler:
             return
         told = f"{saved['schedule']} (T = {float(Fraction(saved.get('warmup_steps', 0))):g})"
         if self._override:
-            say(f"ProRes: resuming with {self.schedule}; the checkpoint was trained with {told}")
+            self._say(f"ProRes: resuming with {self.schedule}; the checkpoint was trained with {told}")
             return
         raise UserError(
             f"the checkpoint was trained with ProRes {told}, this run asks for {self.schedule}: use the same settings, "
@@ -115,10 +124,8 @@ def _settings(schedule: Schedule) -> dict[str, Any]:
     return {"schedule": schedule.name, "warmup_steps": str(schedule.warmup_steps)}
 
 
-def say(line: str) -> None:
-    """Print a line from one rank."""
-    if torch.distributed.get_rank() == 0:
-        print(line, flush=True)
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def initialize(
@@ -135,11 +142,17 @@ def initialize(
     faults.refuse(model, config)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None  # it was read; DeepSpeed takes one of the two
-    coefficients = _layer_coefficients(model, section)
+    coefficients, attached = _own_coefficients(model), None
+    if not coefficients and not isinstance(model, PipelineModule):
+        attached = attach(model, section.schedule)  # before ZeRO-3 takes the model apart
+        coefficients = attached.coefficients
     engine = start(model=model, config=config, args=args, **kwargs)
     schedule = section.resolve(_number_of_layers(engine, coefficients))
-    switch_on(engine, StageCoefficients(schedule, coefficients), section.override)
-    say(f"ProRes {schedule}; {schedule.num_layers} layers")
+    hook = switch_on(engine, StageCoefficients(schedule, coefficients), section.override)
+    if attached is not None:
+        attached.schedule, hook.attached = schedule, attached
+    if torch.distributed.get_rank() == 0:
+        _print(f"ProRes {schedule}; {schedule.num_layers} layers")
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -163,7 +176,7 @@ def _reason(error: Exception) -> str:
 
 
 def switch_on(
-    engine: deepspeed.DeepSpeedEngine, coefficients: StageCoefficients, override: bool = False
+    engine: deepspeed.DeepSpeedEngine, coefficients: StageCoefficients, override: bool = False, say: Say = _print
 ) -> AlphaScheduler:
     """Have an engine set the alphas of its layers.
 
@@ -171,11 +184,12 @@ def switch_on(
         engine: as `deepspeed.initialize` returned it.
         coefficients: of the layers on this rank.
         override: resume although the checkpoint was trained with another schedule.
+        say: prints a line, on one rank.
 
     Returns:
         The scheduler that the engine now has, also as `engine.prores`.
     """
-    scheduler = AlphaScheduler(engine, coefficients, override)
+    scheduler = AlphaScheduler(engine, coefficients, override, say)
     engine.lr_scheduler = engine.prores = scheduler
     load_checkpoint = engine.load_checkpoint
 
@@ -215,12 +229,7 @@ def _number_of_layers(engine: deepspeed.DeepSpeedEngine, local: list[LayerCoeffi
     return len(numbers)
 
 
-def _layer_coefficients(model: torch.nn.Module, section: Section) -> list[LayerCoefficient]:
-    """Those that the model's layers read; where there are none, hooks on a decoder that we recognise."""
-    own = [getattr(module, "coefficient", None) for module in model.modules()]
-    own = [coefficient for coefficient in own if isinstance(coefficient, LayerCoefficient)]
-    if own or isinstance(model, PipelineModule):
-        return own
-    from megatron_prores.attach import attach
-
-    return attach(model, schedule=section.schedule).coefficients
+def _own_coefficients(model: torch.nn.Module) -> list[LayerCoefficient]:
+    """Those that the model's layers read by themselves."""
+    coefficients = [getattr(module, "coefficient", None) for module in model.modules()]
+    return [coefficient for coefficient in coefficients if isinstance(coefficient, LayerCoefficient)]

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> None:
         faults.skip_shared_memory_kernel()
         trainer.install(settled)
 
-    pretrain_gpt.run([*flags, *argv], extra=arguments.add_deepspeed_arguments, use_engine=use_deepspeed)
+    pretrain_gpt.run(argv, arguments.add_deepspeed_arguments, flags, use_deepspeed)
 
 
 def leave() -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed as the engine in Megatron's trainer: four of its functions are replaced, the rest is Megatron's.
 
-Data, learning-rate schedule, evaluation intervals, logs, signals and time limits stay as they are. Replaced are: building
-model and optimizer, the training step, the evaluation, and saving.
+Data, learning-rate schedule, evaluation intervals, logs, signals and time limits stay as they are. Replaced are:
+building model and optimizer, the training step, the evaluation, and saving.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from megatron_prores.deepspeed import checkpoint, faults, mpu
 from megatron_prores.deepspeed.engine import start, switch_on
 from megatron_prores.deepspeed.gpt_pipeline import GPTPipeline
 from megatron_prores.errors import UserError
-from megatron_prores.megatron import driver, gpt, initial
+from megatron_prores.megatron import driver, gpt, initial, screen
 
 _engine: deepspeed.DeepSpeedEngine | None = None
 _reports: list[dict[str, Tensor]] = []
@@ -79,6 +79,7 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
     is_pipeline = args.pipeline_model_parallel_size > 1 or "pipeline" in config
     if is_pipeline:
         model = GPTPipeline(model, _pipeline_loss(model), _recompute_layers(args))
+    checkpoint.leave_out_empty_states(model)
     faults.refuse(model, config)
     groups = _parameter_groups(model, args)
     own_optimizer = None if "optimizer" in config else _adamw(groups, args, config)
@@ -91,7 +92,7 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
         mpu=None if is_pipeline else mpu,
     )
     driver.bind([_engine.module])
-    hook = switch_on(_engine, driver.stage_coefficients(), args.prores_override)
+    hook = switch_on(_engine, driver.stage_coefficients(), args.prores_override, say=screen.say)
     driver.use_clock(lambda iteration: iteration - _engine.skipped_steps)
     checkpoint.load(_engine, universal)
     return [_engine.module], EngineOptimizer(_engine), hook
@@ -108,13 +109,16 @@ def _parameter_groups(model: torch.nn.Module, args: Any) -> list[dict[str, Any]]
 
 
 def _adamw(groups: list[dict[str, Any]], args: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
+    """On a GPU machine, DeepSpeed's for the host where the optimizer is offloaded there; else torch's."""
     options = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps}
     options["weight_decay"] = args.weight_decay
-    zero = config.get("zero_optimization") or {}
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and torch.cuda.is_available():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        if torch.cuda.is_available():
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, **options)
+            return DeepSpeedCPUAdam(groups, **options)
+        config["zero_force_ds_cpu_optimizer"] = False  # it would be compiled first; torch's runs on the host as well
     return torch.optim.AdamW(groups, **options)
 
 

@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_prores.config_file import config_arguments
 from megatron_prores.errors import UserError, did_you_mean
@@ -56,12 +56,17 @@ def _flags_for_this_machine(on_host: bool) -> list[str]:
     return flags
 
 
-def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None):
+def parse(
+    argv: list[str],
+    extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    defaults: Sequence[str] = (),
+):
     """Megatron's arguments, validated and set as its globals, with ProRes enabled and the device chosen.
 
     Args:
         argv: the command line without the program.
         extra: adds flags of the caller to the parser.
+        defaults: flags that config files and the command line win over.
 
     Raises:
         UserError: anything that Megatron or this package does not accept.
@@ -85,9 +90,9 @@ def parse(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.A
     from megatron_prores.megatron import engine_fixes
 
     engine_fixes.install()
-    return accepted(
-        arguments.parse_and_validate_args, extra_args_provider=_give_to_megatron(argv, own.config, on_host, extra)
-    )
+    defaults = [*_flags_for_this_machine(on_host), *defaults]
+    provider = _give_to_megatron(argv, own.config, defaults, extra)
+    return accepted(arguments.parse_and_validate_args, extra_args_provider=provider)
 
 
 def parse_for_any_machine(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]):
@@ -113,11 +118,12 @@ def parse_for_any_machine(argv: list[str], extra: Callable[[argparse.ArgumentPar
     from megatron_prores.megatron.arguments import install
 
     install()
-    return accepted(arguments.parse_args, extra_args_provider=_give_to_megatron(argv, own.config, True, extra))
+    provider = _give_to_megatron(argv, own.config, _flags_for_this_machine(on_host=True), extra)
+    return accepted(arguments.parse_args, extra_args_provider=provider)
 
 
-def _give_to_megatron(argv: list[str], configs: list[str], on_host: bool, extra: Callable | None) -> Callable:
-    """Put machine, config files and flags, later ones win, where Megatron's parser reads them.
+def _give_to_megatron(argv: list[str], configs: list[str], defaults: list[str], extra: Callable | None) -> Callable:
+    """Put defaults, config files and flags, later ones win, where Megatron's parser reads them.
 
     Returns:
         Megatron's `extra_args_provider`: adds our flags to that parser and lets it fail like ours.
@@ -132,7 +138,7 @@ def _give_to_megatron(argv: list[str], configs: list[str], on_host: bool, extra:
         return parser
 
     known = all_flags(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    sys.argv[1:] = _flags_for_this_machine(on_host) + config_arguments(configs, known, argv) + argv
+    sys.argv[1:] = defaults + config_arguments(configs, known, argv) + argv
     return all_flags
 
 

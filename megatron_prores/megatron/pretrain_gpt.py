@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_prores.errors import UserError
@@ -20,6 +20,7 @@ from megatron_prores.warmup_summary import describe_progress
 def run(
     argv: list[str],
     extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    defaults: Sequence[str] = (),
     use_engine: Callable[[argparse.Namespace], None] = lambda args: None,
 ) -> None:
     """Train as the command line says.
@@ -27,12 +28,13 @@ def run(
     Args:
         argv: the command line without the program.
         extra: adds flags of another engine to the parser.
+        defaults: flags that config files and the command line win over.
         use_engine: puts another engine into Megatron's trainer once the arguments are known.
 
     Raises:
         UserError: the command line, the data or a checkpoint cannot be used.
     """
-    args = launch.parse(argv, extra)
+    args = launch.parse(argv, extra, defaults)
 
     # Megatron may be imported only now that the device is chosen.
     from megatron.core import mpu

@@ -110,14 +110,16 @@ def _start(
     script: Path | None = None,
     config: dict | None = None,
     env: dict[str, str] | None = None,
-    fresh: bool = False,
+    fresh: bool | None = None,
 ) -> subprocess.Popen | Job:
     argv = arguments(folder, *flags, config=config, script=script)
     files = (folder / "output", folder / "errors")
     for file in files:
         file.write_text("")  # kill_at reads before a fork may have opened it
-    # Forks come too late for variables that act on import, and hold back what only --verbose shows of it.
-    if not (fresh or script or env or "--verbose" in flags):
+    if fresh is None:
+        # Forks come too late for variables that act on import, and lack Megatron's log, which --verbose shows.
+        fresh = bool(script or env or "--verbose" in flags)
+    if not fresh:
         return zygote(module).start(Task(module, argv, processes, environment(), Path.cwd(), *files))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     program = [str(script)] if script else ["-m", module]
@@ -137,7 +139,8 @@ def run(folder: Path, *flags: str, timeout: float = 300, **kwargs) -> Run:
         script: a training script in place of `module`, which knows no `--config`.
         config: changes to TINY; None removes a key.
         env: variables to set.
-        fresh: as a person starts it, with torchrun for several processes, and not as forks of the zygote.
+        fresh: as a person starts it, with torchrun for several processes, and not as forks of the zygote. By default
+            where forks would not do.
     """
     return _read(folder, _end(_start(folder, *flags, **kwargs), timeout))
 
