@@ -7,18 +7,19 @@
 Megatron's own trainer trains one model and takes every step either as stock Megatron does it (its bias-dropout-add, no
 driver) or with ProRes (alpha set, branches scaled) by one of --ops, which default to --prores-op; in the order
 A B C C B A, so that all see the same weights, memory and drift of the machine. Takes all flags of the entry point; runs
-on the host, on a GPU, and under torchrun.
+on the host, on a GPU, and under torchrun. With --deepspeed_config the engine is DeepSpeed's.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import results
 import torch
 
 from megatron_prores.errors import UserError
-from megatron_prores.megatron import launch, pretrain_gpt, screen
+from megatron_prores.megatron import pretrain_gpt, screen
 from megatron_prores.ops.choice import use_op
 
 WARM_UP_SWEEPS = 2
@@ -30,10 +31,11 @@ class StepsInTurns:
     """Stands in for Megatron's `train_step` and times it in every way."""
 
     def __init__(self, train_step, ops: list[str]):
-        self.with_prores, self.stock = train_step, train_step.__wrapped__
+        self.with_prores, self.stock = train_step, getattr(train_step, "__wrapped__", train_step)
         self.ways = [STOCK, *ops]
         self.seconds: list[dict[str, float]] = []  # of each way, sweep by sweep
         self._prores_bda = None
+        self.engine = None  # DeepSpeed's
 
     def __call__(self, forward_step, data, model, *args, **kwargs):
         if not self.seconds or len(self.seconds[-1]) == len(self.ways):
@@ -62,6 +64,8 @@ class StepsInTurns:
             layer.self_attn_bda, layer.mlp_bda = (get_bias_dropout_add, get_bias_dropout_add) if way == STOCK else bda
         if way != STOCK:
             use_op(way)
+        if self.engine is not None:
+            self.engine.lr_scheduler = self.engine.prores.inner if way == STOCK else self.engine.prores
 
     def timed(self) -> list[dict[str, float]]:
         """The sweeps that count."""
@@ -97,6 +101,9 @@ def report(steps: StepsInTurns, csv_path: str | None) -> None:
             {
                 "date": machine["date"],
                 "device": machine["device"],
+                "engine": "megatron"
+                if steps.engine is None
+                else f"deepspeed ZeRO-{steps.engine.zero_optimization_stage()}",
                 "processes": args.world_size,
                 "tensor_parallel": args.tensor_model_parallel_size,
                 "pipeline_parallel": args.pipeline_model_parallel_size,
@@ -137,25 +144,44 @@ def _take(argv: list[str], flag: str) -> str | None:
     return value
 
 
+def _run_deepspeed(argv: list[str], time_steps: Callable, steps: Callable) -> None:
+    from megatron_prores.deepspeed import pretrain_gpt as entry
+
+    def use_engine(args, config) -> None:
+        from megatron_prores.deepspeed import trainer
+
+        entry.use_deepspeed(args, config)
+        time_steps(args)
+        switch_on = trainer.switch_on
+
+        def switch_on_and_tell(engine, *rest, **kwargs):
+            steps().engine = engine
+            return switch_on(engine, *rest, **kwargs)
+
+        trainer.switch_on = switch_on_and_tell
+
+    entry.run(argv, use_engine)
+
+
 def main() -> None:
     argv = sys.argv[1:]
     csv_path, ops = _take(argv, "--csv"), _take(argv, "--ops")
     for op in ops.split(",") if ops else []:
         use_op(op)  # says what it cannot use
-    parse = launch.parse
     steps = None
 
-    def parse_and_time(*args, **kwargs):
+    def time_steps(args) -> None:
         nonlocal steps
-        parsed = parse(*args, **kwargs)
         from megatron.training import training  # only now may Megatron be imported
 
-        steps = StepsInTurns(training.train_step, ops.split(",") if ops else [parsed.prores_op])
+        steps = StepsInTurns(training.train_step, ops.split(",") if ops else [args.prores_op])
         training.train_step = steps
-        return parsed
 
-    launch.parse = parse_and_time
-    pretrain_gpt.run([*argv, "--eval-iters", "0"])
+    argv += ["--eval-iters", "0"]
+    if "--deepspeed_config" in argv:
+        _run_deepspeed(argv, time_steps, lambda: steps)
+    else:
+        pretrain_gpt.run(argv, use_engine=time_steps)
     if steps:
         report(steps, csv_path)
 

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch_scripts/environment.sh
-make_environment hf,dev
+make_environment hf,deepspeed,dev
 export OMP_NUM_THREADS=1
 
 if [ $# -gt 0 ]; then
@@ -14,6 +14,7 @@ if [ $# -gt 0 ]; then
 fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-# A worker per core, up to four; the runs in several processes have the machine to themselves, one after the other.
+# A worker per core: up to four, and up to two where each starts runs of up to four processes. Those go through their
+# files in order, as the longest last would leave one worker alone.
 "$python" -m pytest -n logical --maxprocesses 4 --dist loadfile tests --ignore tests/distributed
-"$python" -m pytest tests/distributed
+"$python" -m pytest -n logical --maxprocesses 2 --dist loadfile --no-loadscope-reorder tests/distributed

@@ -1,26 +1,29 @@
 # shellcheck shell=bash
 # Sourced by the batch scripts: `run_job MODULE RUN [FLAGS ...]` trains in the folder RUN, has it saved when Slurm warns,
-# and puts the job back into the queue until the run is complete. Runs in the repository's root.
+# and puts the job back into the queue until the run is complete.
 #
-# RUN/slurm.state says how it stands; `prores status` reads it.
+# Reads PRORES_SITE, the site file (default: site.sh here), and PRORES_PROCESSES, per node (default: the site file's, or
+# one per GPU). RUN/slurm.state says how it stands; `prores status` reads it.
 
 run_job() {
     local module=$1 status=0
     run=${2:-} warned='' ending='' step='' stalled=0
     [[ -n $run && $run != -* ]] || { echo "error: the first argument is the run's folder" >&2 && exit 2; }
     shift 2
+    # Not the job's own number in an array: one of its runs has the array's, which stands for all of them.
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID} from=$(_iteration) target=$(_recorded target)
     trap _warned USR1
     trap _ending TERM
     mkdir -p "$run/logs"
     _load_site
-    started=$(date +%s) from=$(_iteration) target=$(_recorded target)
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(_recorded from)" = "$from" ]; then
         stalled=$(($(_recorded stalled) + 1))
     fi
     ((stalled <= max_stalled)) || _give_up 1 "this start too would have been without progress"
     _record running
-    target=$(_srun --nodes=1 --ntasks=1 "$python" -m megatron_prores.slurm.prepare "$run/checkpoints" "$@") ||
-        status=$?
+    step_options=(--nodes=1 --ntasks=1)
+    target=$(_srun megatron_prores.slurm.prepare "$run/checkpoints" "$@") || status=$?
     ((status != 2)) || _give_up 2 "the flags cannot be used"
     if ((status == 0)); then
         from=$(_iteration)
@@ -33,14 +36,14 @@ run_job() {
 
 _load_site() {
     processes_per_node='' network_interface='' host_suffix='' max_stalled=3 python=python srun_options=()
-    local site=${PRORES_SITE:-launch_scripts/slurm/site.sh}
+    local site=${PRORES_SITE:-${BASH_SOURCE[0]%/*}/site.sh}
     activate() { :; }
     if [ -e "$site" ]; then
         # shellcheck source=launch_scripts/slurm/site.example.sh
         source "$site"
     fi
     set +u # modules and conda read variables that are not set
-    activate
+    activate || _give_up 2 "activate in $site fails"
     set -u
     if [ -n "$network_interface" ]; then
         export NCCL_SOCKET_IFNAME=$network_interface GLOO_SOCKET_IFNAME=$network_interface
@@ -51,18 +54,23 @@ _load_site() {
 }
 
 # What every step needs to hear again: srun takes neither -c nor, after `sbatch --export=NONE`, the environment.
+# A warning that comes before srun, and python on the nodes, can take it must not kill them: it is repeated.
 _srun() {
-    exec srun --kill-on-bad-exit=1 --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" \
-        ${srun_options[@]+"${srun_options[@]}"} "$@" </dev/null
+    trap '' USR1
+    exec srun --kill-on-bad-exit=1 --wait=600 --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" \
+        ${srun_options[@]+"${srun_options[@]}"} "${step_options[@]}" \
+        sh -c 'trap "" USR1 TERM; exec "$@"' sh "$python" -m "$@" </dev/null
 }
 
 _train() {
-    local module=$1 processes=${processes_per_node:-${SLURM_GPUS_ON_NODE:-}} host port status
+    local module=$1 processes host port status
     shift
+    processes=${PRORES_PROCESSES:-${processes_per_node:-${SLURM_GPUS_ON_NODE:-}}}
     [ -n "$processes" ] || _give_up 2 "how many processes? Ask for --gpus-per-node, or set processes_per_node"
     host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)$host_suffix
     port=$((10000 + SLURM_JOB_ID % 20000)) # below those that systems hand out by themselves, 32768 and up
-    _srun --ntasks-per-node=1 --label "$python" -m megatron_prores.slurm.node --endpoint "$host:$port" \
+    step_options=(--ntasks-per-node=1 --label)
+    _srun megatron_prores.slurm.node --endpoint "$host:$port" \
         --processes "$processes" --host-suffix "$host_suffix" --logs "$run/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
         -- -m "$module" --save "$run/checkpoints" --load "$run/checkpoints" --tensorboard-dir "$run/tensorboard" \
         --exit-signal-handler "$@" &
@@ -105,7 +113,7 @@ _finish() {
         _say "iteration $iteration of ${target:-?}, exit code $status: back into the queue"
         trap '' TERM # that is how Slurm ends this script
         _record waiting
-        scontrol requeue "$SLURM_JOB_ID" || _give_up 1 "Slurm does not requeue this job: submit it again to continue"
+        scontrol requeue "$job" || _give_up 1 "Slurm does not requeue this job: submit it again to continue"
     else
         _give_up "$status" "exit code $status"
     fi
@@ -121,20 +129,20 @@ _give_up() {
 
 _say() { echo "prores: $*"; }
 
-# Of the last whole checkpoint; 0 where there is none.
+# Of the last whole checkpoint; 0 where there is none. Both engines name it last, DeepSpeed as global_step12.
 _iteration() {
-    local number=''
-    number=$(cat "$run/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null) || true
-    [[ $number =~ ^[0-9]+$ ]] || number=0
-    echo "$number"
+    local file name=''
+    for file in latest_checkpointed_iteration.txt latest; do
+        ! name=$(cat "$run/checkpoints/$file" 2>/dev/null) || break
+    done
+    name=${name##*[!0-9]}
+    echo "${name:-0}"
 }
 
 _recorded() { sed -n "s/^$1=//p" "$run/slurm.state" 2>/dev/null || true; }
 
 _record() {
-    local job=$SLURM_JOB_ID
-    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     printf '%s\n' "state=$1" "reason=${2:-}" "job=$job" "requeued=${SLURM_RESTART_COUNT:-0}" "stalled=$stalled" \
-        "started=$started" "from=$from" "target=$target" >"$run/slurm.state.new"
+        "from=$from" "target=$target" >"$run/slurm.state.new"
     mv "$run/slurm.state.new" "$run/slurm.state"
 }

@@ -7,8 +7,11 @@ Also under `deepspeed --module`. Takes the flags of `megatron_prores.megatron.pr
 offload are in the DeepSpeed config. Tensor parallelism is Megatron's, pipeline stages are DeepSpeed's.
 """
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,25 +19,24 @@ from megatron_prores.deepspeed import arguments
 from megatron_prores.megatron import pretrain_gpt
 
 
-def run(argv: list[str]) -> None:
+def use_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Put DeepSpeed into Megatron's trainer."""
+    settled = arguments.reconcile(args, config)
+
+    from megatron_prores.deepspeed import faults, trainer
+
+    faults.skip_shared_memory_kernel()
+    trainer.install(settled)
+
+
+def run(argv: list[str], use_engine: Callable[[argparse.Namespace, dict[str, Any]], None] = use_deepspeed) -> None:
     """Train as the command line says.
 
     Raises:
         UserError: the command line, the data, the DeepSpeed config or a checkpoint cannot be used.
     """
-    if "-h" in argv or "--help" in argv:
-        pretrain_gpt.run(argv, extra=arguments.add_deepspeed_arguments)
-    config, flags = arguments.read(argv)
-
-    def use_deepspeed(args) -> None:
-        settled = arguments.reconcile(args, config)
-
-        from megatron_prores.deepspeed import faults, trainer
-
-        faults.skip_shared_memory_kernel()
-        trainer.install(settled)
-
-    pretrain_gpt.run(argv, arguments.add_deepspeed_arguments, flags, use_deepspeed)
+    config, flags = ({}, []) if {"-h", "--help"} & set(argv) else arguments.read(argv)
+    pretrain_gpt.run(argv, arguments.add_deepspeed_arguments, flags, lambda args: use_engine(args, config))
 
 
 def leave() -> None:

@@ -13,7 +13,7 @@ from megatron_prores.config_file import config_arguments
 from megatron_prores.errors import UserError, did_you_mean
 from megatron_prores.megatron import enable, host, screen
 
-_OUR_GROUPS = ("plan", "megatron_prores", "ProRes")
+_OUR_GROUPS = ("plan", "megatron_prores", "DeepSpeed", "ProRes")
 
 
 def _own_flags() -> argparse.ArgumentParser:

@@ -1,1 +1,1 @@
-"""What runs inside a Slurm job beside the trainer: the preparation of a start, and one process per node that guards it."""
+"""What runs inside a Slurm job beside the trainer: what prepares a start, and what guards each node."""

@@ -93,7 +93,7 @@ def _as_launcher() -> None:
 
 
 def _tell_ranks(launcher: int, told: set[int]) -> set[int]:
-    """Send TERM to the ranks that are ready for it; the others would die of it before they have loaded their weights."""
+    """Send TERM to the ranks that are ready for it; the others are still loading, and would die of it."""
     ready = {rank for rank in _children(launcher) if rank not in told and catches(rank, signal.SIGTERM)}
     for rank in ready:
         try:
