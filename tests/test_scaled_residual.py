@@ -201,6 +201,22 @@ def test_gradcheck(prob, op):
         assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in leaves if leaf is not None])
 
 
+def test_forward_mode_and_function_transforms(op):
+    """Linear in x and residual, so that every derivative is known; an operator without rules would give 0."""
+    x, residual, alpha = torch.randn(4, 8), torch.randn(4, 8), torch.tensor(0.5)
+
+    def f(x, residual):
+        return scaled_residual(x, residual, alpha)
+
+    ones = torch.ones_like(x)
+    assert torch.equal(torch.func.jvp(f, (x, residual), (ones, ones))[1], 1.5 * ones)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, ones)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(f(dual, residual)).tangent, 0.5 * ones)
+    assert torch.equal(torch.func.grad(lambda x: f(x, residual).sum())(x), 0.5 * ones)
+    torch.testing.assert_close(torch.func.vmap(f)(x, residual), residual + 0.5 * x)
+
+
 def test_a_second_derivative_is_right_or_refused(op):
     x = torch.randn(3, 4, requires_grad=True)
     out = scaled_residual(x, torch.zeros(3, 4), torch.tensor(0.5))

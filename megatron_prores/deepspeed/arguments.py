@@ -77,6 +77,7 @@ _UNSUPPORTED = {
     "async_save": "--async-save",
     "non_persistent_save_interval": "--non-persistent-save-interval",
     "pretrained_checkpoint": "--pretrained-checkpoint",
+    "use_checkpoint_args": "--use-checkpoint-args",
     "ckpt_convert_format": "--ckpt-convert-format",
     "log_params_norm": "--log-params-norm",
     "log_num_zeros_in_grad": "--log-num-zeros-in-grad",

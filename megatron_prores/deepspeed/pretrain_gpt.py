@@ -49,7 +49,11 @@ def leave() -> None:
 
 
 def main() -> None:
-    pretrain_gpt.exit_on_error(lambda: run(sys.argv[1:]))
+    try:
+        pretrain_gpt.exit_on_error(lambda: run(sys.argv[1:]))
+    except SystemExit as end:  # how Megatron's trainer ends after a signal or a time limit
+        if end.code:
+            raise
     leave()
 
 

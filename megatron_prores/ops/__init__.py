@@ -1,6 +1,8 @@
 """The operators on the residual stream, fused where that is built, in plain torch otherwise."""
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megatron_prores.ops import plain
 from megatron_prores.ops.choice import OPS, is_fused, use_op
@@ -38,6 +40,8 @@ def scaled_residual(
         ValueError: prob is not between 0 and 1.
         TypeError: alpha is a number: as a constant it would be compiled in.
         RuntimeError: shapes, types or devices that do not fit, or a second derivative of the fused operator.
+
+    Under forward-mode AD and torch.func plain torch computes it.
     """
     return _implementation(x, alpha, prob).scaled_residual(x, residual, alpha, bias, prob, training, residual_scale)
 
@@ -67,12 +71,19 @@ def scaled_residual_rms_norm(
     )
 
 
+def _is_transformed() -> bool:
+    """True under forward-mode AD and torch.func, for which the fused operators have no rules."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _implementation(x: Tensor, alpha: Tensor, prob: float):
     if not 0.0 <= prob <= 1.0:
         raise ValueError(f"prob is a probability, not {prob}")
     if not isinstance(alpha, Tensor):
         raise TypeError(f"alpha must be a 0-dim float32 tensor on x's device, not {type(alpha).__name__}")
-    if is_fused(x.device.type):
+    if is_fused(x.device.type) and not _is_transformed():
         from megatron_prores.ops import fused
 
         return fused
