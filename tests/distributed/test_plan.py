@@ -178,10 +178,10 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_sizes_and_stages_of_its_plan(name, tmp_path, data):
-    """Megatron prints each rank's number of parameters, and the run its stages."""
+    """Megatron prints each rank's number of parameters, also in a fork, and the run its stages."""
     processes, flags, change = RUNS[name]
     config = {**data, **change, "train-iters": 1, "eval-iters": 0}
-    run = pretrain(tmp_path, *flags, "--verbose", processes=processes, config=config)
+    run = pretrain(tmp_path, *flags, "--verbose", processes=processes, config=config, fresh=False)
     line = ["plan", "--config", str(tmp_path / "config.yaml"), *flags, "--json", str(tmp_path / "plan.json")]
     [(code, _, errors)] = outcomes(tmp_path, "megatron_prores.cli", {name: (line, 1)}).values()
     assert (code, errors) == (0, "")
