@@ -40,10 +40,10 @@ def losses(tensorboard: Path) -> dict[int, float]:
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 
-def torchrun(folder: Path, processes: int, *flags: str) -> dict[int, float]:
+def torchrun(folder: Path, processes: int, *flags: str, engine: str = "megatron") -> dict[int, float]:
     """The losses of a run under torchrun alone, on this machine."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    program = ["-m", "megatron_prores.megatron.pretrain_gpt", "--tensorboard-dir", str(folder), *flags]
+    program = ["-m", f"megatron_prores.{engine}.pretrain_gpt", "--tensorboard-dir", str(folder), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *launcher, *program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -113,13 +113,20 @@ class Cluster:
         wait_until(lambda: self.run("sinfo", "-h", "-p", "normal", "-n", node, "-o", "%T").strip() == "idle")
 
 
-def submit(cluster: Cluster, folder: Path, options: tuple[str, ...], flags: tuple[str, ...], **extra: str) -> "Job":
-    """A run in `folder` by the batch script, as root.
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    options: tuple[str, ...],
+    flags: tuple[str, ...],
+    engine: str = "megatron",
+    **extra: str,
+) -> "Job":
+    """A run in `folder` by the engine's batch script, as root.
 
     Args:
         extra: environment variables.
     """
-    script = str(SCRIPTS / "pretrain_megatron.sbatch")
+    script = str(SCRIPTS / f"pretrain_{engine}.sbatch")
     output = Path(f"{folder}.out")
     command = ("sbatch", "--parsable", f"--output={output}", *options, script, str(folder), *flags)
     return Job(cluster, cluster.run(*command, **extra).strip(), folder, output)
@@ -185,6 +192,19 @@ class Job:
         """
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
         self.wait(lambda: self.slurm["JobState"] != "PENDING", "start")
+
+    def finish(self) -> None:
+        """Until the job has completed, however often it starts.
+
+        Once a node is gone, Slurm repeats its last signals to the others for a minute, and they reach the next start.
+        """
+
+        def is_over() -> bool:
+            if self.slurm["JobState"] == "PENDING":
+                self.start_again()
+            return self.slurm["JobState"] == "COMPLETED" and not self._is_completing()
+
+        self.wait(is_over, "end")
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         try:

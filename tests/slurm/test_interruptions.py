@@ -12,7 +12,7 @@ SAVE_INTERVAL = 15
 
 def test_interruptions(cluster, folder, site, config, undisturbed):
     flags = ("--config", str(config), "--host", "--save-interval", str(SAVE_INTERVAL))
-    options = ("--nodes=2", "--time=1", "--signal=B:USR1@45")
+    options = ("--nodes=2", "--time=1", "--signal=B:USR1@50")
     job = submit(cluster, folder / "a run", options, flags, PRORES_SITE=str(site))
 
     # The time limit.
@@ -55,13 +55,13 @@ def test_interruptions(cluster, folder, site, config, undisturbed):
     leave_half_a_checkpoint(job.folder / "checkpoints")
     job.start_again()
 
-    job.wait_for_state("COMPLETED")
-    assert job.slurm["Restarts"] == job.state["requeued"] == "6"
-    assert job.state["state"] == "complete"
+    job.finish()
+    assert job.state["state"] == "complete" and int(job.state["requeued"]) >= 6
     assert losses(job.folder / "tensorboard") == undisturbed
     begins, ends = zip(*job.starts, strict=True)
-    assert begins[1:5] == ends[:4], "steps were lost after a warning"
-    assert all(0 <= end - begin < SAVE_INTERVAL for begin, end in zip(begins[5:], ends[4:6], strict=True))
+    lost = [end - begin for begin, end in zip(begins[1:], ends[:-1], strict=True)]
+    assert [start for start, steps in enumerate(lost, start=1) if steps and start not in (5, 6)] == []
+    assert all(0 <= steps < SAVE_INTERVAL for steps in lost)
 
     cluster.lab("on", "n2")
     cluster.wait_for_node("n2")

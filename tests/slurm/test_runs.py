@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from cluster import PRORES, Job, losses, submit, torchrun
+from cluster import PRORES, ROOT, Job, losses, submit, torchrun
 
 USER = "prores-slurmlab"
 
@@ -21,8 +21,8 @@ def test_two_nodes_with_two_processes_each(cluster, folder, site, config):
 
 
 def test_a_run_that_always_fails_ends(cluster, folder, site, config):
-    flags = ("--config", str(config), "--host", "--num-attention-heads", "3")
-    job = submit(cluster, folder / "failing", ("--nodes=2",), flags, PRORES_SITE=str(site))
+    flags = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1", "--num-attention-heads", "3")
+    job = submit(cluster, folder / "failing", ("--nodes=1",), flags, PRORES_SITE=str(site))
     job.wait_for_requeue(1)
     job.start_again()
     job.wait_for_state("FAILED")
@@ -50,49 +50,70 @@ def user():
 
 
 def test_an_array_of_another_user_without_its_environment(cluster, folder, site, config, undisturbed, user):
-    """Two runs on the same two nodes at the same time; one of them has to continue."""
+    """Two runs on the same two nodes at the same time; one continues after a signal, the other is cancelled."""
     runs = folder / "of a user"
     where = ("--nodes=2", "--processes-per-node=1", f"--site={site}", "--sbatch=--export=NONE")
-    flags = ("--config", str(config), "--host", "--train-iters", "60")
-    told = cluster.run_as(user, *PRORES, "submit", "--run", str(runs), *where, "--array", "seed=7,8", *flags)
+    flags = ("--config", str(config), "--host", "--train-iters", "100")
+    told = cluster.run_as(user, *PRORES, "submit", "--run", str(runs), *where, "--array", "seed=8,7", *flags)
     number = re.search(r"submitted array (\d+): 2 runs", told)[1]
-    jobs = {
-        seed: Job(cluster, f"{number}_{index}", runs / f"seed-{seed}", runs / f"slurm-{number}_{index}.out")
-        for index, seed in enumerate((7, 8))
-    }
-    for job in jobs.values():
+    jobs = [
+        Job(cluster, f"{number}_{index}", runs / f"seed-{seed}", runs / f"slurm-{number}_{index}.out")
+        for index, seed in enumerate((8, 7))
+    ]
+    for job in jobs:
         job.wait_for_steps(start=1, steps=1)
-    assert [job.slurm["NodeList"] for job in jobs.values()] == ["n[1-2]"] * 2
-    assert [job.slurm["JobState"] for job in jobs.values()] == ["RUNNING"] * 2
+    assert [job.slurm["NodeList"] for job in jobs] == ["n[1-2]"] * 2
+    assert [job.slurm["JobState"] for job in jobs] == ["RUNNING"] * 2
 
-    # The one whose number stands for the whole array as well.
-    seed, continued = next((seed, job) for seed, job in jobs.items() if job.slurm["JobId"] == number)
+    # The array's number is also that of its last run, and must not stand for all of them.
+    cancelled, continued = jobs
+    assert continued.slurm["JobId"] == number
     cluster.run("scancel", "--signal=USR1", continued.number)
+    cluster.run("scancel", cancelled.number)
     continued.wait_for_requeue(1)
     waiting = cluster.run_as(user, *PRORES, "status", str(continued.folder)).splitlines()[1]
-    assert "pending (BeginTime)" in waiting and f"{continued.starts[0][1]}/60" in waiting
+    assert "pending (BeginTime)" in waiting and f"{continued.starts[0][1]}/100" in waiting
+    cancelled.wait_for_state("CANCELLED")
+    saved = (cancelled.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
+    assert int(saved) == cancelled.starts[0][1]
+
     continued.start_again()
-    for job in jobs.values():
-        job.wait_for_state("COMPLETED")
-    restarts = {name: job.slurm["Restarts"] for name, job in jobs.items()}
-    assert restarts == {7: "0", 8: "0", seed: "1"}
+    continued.wait_for_state("COMPLETED")
+    assert cancelled.slurm["JobState"] == "CANCELLED"
+    curves = [losses(job.folder / "tensorboard") for job in jobs]
+    assert curves[1] == {step: undisturbed[step] for step in range(1, 101)}
+    assert curves[0][1] != curves[1][1]
 
-    by_seed = {seed: losses(job.folder / "tensorboard") for seed, job in jobs.items()}
-    assert by_seed[7] == {step: undisturbed[step] for step in range(1, 61)} != by_seed[8]
-    header, *rows = cluster.run_as(user, *PRORES, "status", str(runs)).splitlines()
+    header, second, first = cluster.run_as(user, *PRORES, "status", str(runs)).splitlines()
     assert header.split() == ["run", "job", "state", "iteration", "loss", "validation", "alpha", "left", "requeued"]
-    for (seed, job), row in zip(jobs.items(), rows, strict=True):
-        expected = [job.number, "complete", "60/60", f"{by_seed[seed][60]:.4f}", "-", "1..0.500", "-", restarts[seed]]
-        assert row.removeprefix(str(job.folder)).split() == expected
+    row = [
+        str(continued.folder),
+        f"{number}_1",
+        "complete",
+        "100/100",
+        f"{curves[1][100]:.4f}",
+        "-",
+        "1..0.833",
+        "-",
+        "1",
+    ]
+    assert re.split("  +", second) == row
+    row = [str(cancelled.folder), f"{number}_0", "ended by Slurm: submit it again", f"{saved}/100"]
+    assert re.split("  +", first)[:4] == row
 
 
-def test_a_cancelled_run_is_saved_and_does_not_come_back(cluster, folder, site, config):
-    job = submit(
-        cluster, folder / "cancelled", ("--nodes=2",), ("--config", str(config), "--host"), PRORES_SITE=str(site)
-    )
+def test_deepspeed_continues(cluster, folder, site, config):
+    """ZeRO-1 over two nodes."""
+    pytest.importorskip("deepspeed")
+    engine = ("--deepspeed_config", str(ROOT / "configs" / "deepspeed" / "zero1.json"))
+    layout = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1", "--train-iters", "60")
+    undisturbed = torchrun(folder / "deepspeed alone", 2, *engine, *layout, engine="deepspeed")
+    options = ("--nodes=2",)
+    job = submit(cluster, folder / "deepspeed", options, (*engine, *layout), engine="deepspeed", PRORES_SITE=str(site))
     job.wait_for_steps(start=1, steps=3)
-    cluster.run("scancel", job.number)
-    job.wait_for_state("CANCELLED")
-    assert job.slurm["Restarts"] == "0" and job.state["state"] == "ending"
-    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
-    assert int(saved) == job.starts[0][1]
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    job.wait_for_requeue(1)
+    job.start_again()
+    job.wait_for_state("COMPLETED")
+    assert job.starts[1][0] == job.starts[0][1] > 0
+    assert losses(job.folder / "tensorboard") == undisturbed

@@ -76,7 +76,7 @@ def _without_job_sh(text: str) -> str:
 
 def test_a_layout_that_does_not_fit_is_refused(config, folder):
     """Before Slurm hears of it; the line is that of `prores plan`."""
-    run = folder / "refused"
+    run = folder / "does not fit"
     options = ("--run", str(run), "--nodes=1", "--processes-per-node=3", "--host", "--array=seed=1,2")
     done = subprocess.run([*PRORES, "submit", *options, "--config", str(config)], capture_output=True, text=True)
     assert done.returncode == 2
