@@ -13,9 +13,9 @@ run_job() {
     # Not the job's own number in an array: one of its runs has the array's, which stands for all of them.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID} from=$(_iteration) target=$(_recorded target)
+    mkdir -p "$run/logs"
     trap _warned USR1
     trap _ending TERM
-    mkdir -p "$run/logs"
     _load_site
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(_recorded from)" = "$from" ]; then
         stalled=$(($(_recorded stalled) + 1))

@@ -78,11 +78,15 @@ MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
-NodeName=n[1-$nodes] NodeHostname=n[1-$nodes] NodeAddr=10.77.0.[1-$nodes] Port=16818 CPUs=16 RealMemory=16000 State=UNKNOWN
+GresTypes=gpu
+NodeName=n[1-$nodes] NodeHostname=n[1-$nodes] NodeAddr=10.77.0.[1-$nodes] Port=16818 CPUs=16 RealMemory=16000 Gres=gpu:2 State=UNKNOWN
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=ALL PriorityTier=10
 CONF
     printf 'CgroupPlugin=cgroup/v1\n' >"$lab/etc/cgroup.conf"
+    mknod "$lab/run/gpu0" c 1 3 # what Slurm hands out as GPUs
+    mknod "$lab/run/gpu1" c 1 3
+    echo "NodeName=n[1-$nodes] Name=gpu File=$lab/run/gpu[0-1]" >"$lab/etc/gres.conf"
     {
         echo "127.0.0.1 localhost"
         echo "$controller $(hostname -s)"

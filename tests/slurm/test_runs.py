@@ -10,9 +10,12 @@ USER = "prores-slurmlab"
 
 
 def test_two_nodes_with_two_processes_each(cluster, folder, site, config):
-    """PP2 x DP2: the same losses as torchrun's on one machine."""
+    """PP2 x DP2, a process per GPU that Slurm gives: the same losses as torchrun's on one machine."""
     flags = ("--config", str(config), "--host", "--train-iters", "12")
-    job = submit(cluster, folder / "2 x 2", ("--nodes=2",), flags, PRORES_SITE=str(site), PRORES_PROCESSES="2")
+    of_gpus = folder / "site of gpus.sh"
+    of_gpus.write_text(site.read_text().replace("processes_per_node=1", ""))
+    options = ("--nodes=2", "--gpus-per-node=2")
+    job = submit(cluster, folder / "2 x 2", options, flags, PRORES_SITE=str(of_gpus))
     job.wait_for_state("COMPLETED")
     assert losses(job.folder / "tensorboard") == torchrun(folder / "2 x 2 alone", 4, *flags)
     ranks = {line.split("]")[0] for line in job.text.splitlines() if "[rank" in line}
