@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all tests, fast ones first: makes the environment where there is none, then lint, unit tests, and the runs in
-# several processes.
+# Runs all tests, fast ones first: makes the environment where there is none, then lint, unit tests, the runs in several
+# processes, and those under Slurm (as root, where Slurm is installed).
 #
 #   bash launch_scripts/run_tests.sh [PYTEST OPTIONS ...]
 set -euo pipefail

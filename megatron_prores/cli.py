@@ -12,6 +12,8 @@ from megatron_prores.errors import UserError, did_you_mean, run_and_exit
 COMMANDS = {
     "schedule": ("schedule", "print and draw alpha for any schedule, before training"),
     "plan": ("plan", "print what a Megatron run would be, and what is wrong with it, before it has GPUs"),
+    "submit": ("submit", "put a run, or a sweep of runs, into Slurm's queue, once it is known that it can run"),
+    "status": ("status", "print how runs under Slurm stand: iteration, loss, alpha, time left, requeues"),
     "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
     "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
     "generate": ("generate", "sample text from a checkpoint"),
