@@ -72,7 +72,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min
 JobCompType=jobcomp/filetxt
 JobCompLoc=$lab/log/jobs.txt
 ReturnToService=2
-KillWait=10
+KillWait=20
 SlurmdTimeout=6
 MinJobAge=3600
 PreemptType=preempt/partition_prio
