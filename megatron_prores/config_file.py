@@ -47,17 +47,17 @@ def config_arguments(
             if action.dest in seen:
                 raise UserError(f"{path}: {key} and {seen[action.dest]} are the same flag: keep one")
             seen[action.dest] = str(key)
-            for other in _excluded(parser, action) - seen.keys():
+            for other in excluded(parser, action) - seen.keys():
                 merged.pop(other, None)
             merged[action.dest] = (action, value, f"{path}: {key}", _flag(parser, str(key)))
     for word in command_line:
         action = parser._option_string_actions.get(word.split("=")[0])
-        for other in _excluded(parser, action) if action else ():
+        for other in excluded(parser, action) if action else ():
             merged.pop(other, None)
     return [argument for entry in merged.values() for argument in _arguments(*entry)]
 
 
-def _excluded(parser: argparse.ArgumentParser, action: argparse.Action) -> set[str]:
+def excluded(parser: argparse.ArgumentParser, action: argparse.Action) -> set[str]:
     """The flags that cannot be given together with this one."""
     groups = [group._group_actions for group in parser._mutually_exclusive_groups if action in group._group_actions]
     return {other.dest for group in groups for other in group if other is not action}

@@ -100,7 +100,7 @@ def test_refused():
         initialize(model=Layer())
     with pytest.raises(UserError, match="needs a model"):
         initialize(config=ONE)
-    with pytest.raises(UserError, match=r"layers \[1, 3\] and not each of 1\.\.L once"):
+    with pytest.raises(UserError, match=r"numbers \[1, 3\] and not each of 1\.\.L once"):
         engine_of(Layer(1), Layer(3))
     with pytest.raises(UserError, match=r'DeepSpeed does not accept this: .*"stag"'):
         engine_of(Layer(), zero_optimization={"stag": 1})

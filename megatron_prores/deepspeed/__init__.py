@@ -17,7 +17,8 @@ def initialize(*, model: Any = None, config: Any = None, **kwargs: Any) -> tuple
         model: a Hugging Face pre-norm decoder, a model or `PipelineModule` whose layers have a
             `megatron_prores.coefficients.LayerCoefficient` as `coefficient`, or Megatron's layers from this package.
         config: a DeepSpeed config: a path or a dictionary. Its section "prores" is read here; DeepSpeed ignores it.
-        kwargs: of `deepspeed.initialize`.
+        kwargs: of `deepspeed.initialize`; and `example`, the arguments of a forward, for a Hugging Face or other model
+            that does not run on token ids alone (see `megatron_prores.attach`).
 
     Returns:
         The engine, its optimizer, the data loader and the scheduler.

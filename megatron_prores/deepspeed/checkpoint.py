@@ -13,6 +13,7 @@ from megatron.training import get_args
 from megatron_prores.deepspeed.engine import STATE
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import guard
+from megatron_prores.megatron.screen import is_first_rank, say
 
 _SAVED = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "swiglu"),
@@ -22,11 +23,30 @@ _SAVED = (
 
 
 def latest(folder: str | None, universal: bool) -> str | None:
-    """The file that names the newest checkpoint of a folder, where there is one; DeepSpeed writes it last."""
-    if folder is None:
+    """The name of the newest checkpoint in a folder, where there is one; DeepSpeed writes the file with it last."""
+    try:
+        with open(os.path.join(folder or "", "latest_universal" if universal else "latest")) as file:
+            return file.read().strip()
+    except OSError:
         return None
-    path = os.path.join(folder, "latest_universal" if universal else "latest")
-    return path if os.path.isfile(path) else None
+
+
+def is_universal(config: dict[str, Any], folder: str | None) -> bool:
+    """Whether to load a universal checkpoint: where the config says so, and nothing was saved since it was made."""
+    if not (config.get("checkpoint") or {}).get("load_universal"):
+        return False
+    universal, plain = latest(folder, True), latest(folder, False)
+    if universal is None or plain is None or _step(plain) <= _step(universal):
+        return True
+    if is_first_rank():
+        say(f"note: {plain} was saved after {universal} was made universal: continuing from {plain}")
+    return False
+
+
+def _step(name: str) -> int:
+    """Of global_step12 and of global_step12_universal."""
+    number = re.search(r"\d+", name)
+    return int(number[0]) if number else -1
 
 
 def leave_out_empty_states(model: torch.nn.Module) -> None:
@@ -76,10 +96,16 @@ def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
         UserError: there is a checkpoint, and it cannot be loaded or is another model's.
     """
     args = get_args()
+    if args.load is None:
+        return
     if latest(args.load, universal) is None:
-        if args.load and (universal or args.exit_on_missing_checkpoint):
+        if os.path.exists(os.path.join(args.load, "latest_checkpointed_iteration.txt")):
+            raise UserError(f"the checkpoint in {args.load} is of Megatron's trainer: DeepSpeed's has another format")
+        if universal or args.exit_on_missing_checkpoint:
             name = "latest_universal" if universal else "latest"
             raise UserError(f"there is no checkpoint to load in {args.load}: it has no file {name}")
+        if is_first_rank():
+            say(f"no checkpoint in {args.load} yet: starting from the initial weights")
         return
     only_weights = args.finetune or args.no_load_optim
     try:
@@ -89,8 +115,8 @@ def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"the checkpoint in {args.load} cannot be loaded ({reason}); with another number of processes or another "
-            'ZeRO stage it has to be made universal first (ds_to_universal, and "checkpoint": {"load_universal": true})'
+            f"the checkpoint in {args.load} cannot be loaded ({reason}); for another number of processes or stages, or "
+            'another ZeRO stage, make it universal first: ds_to_universal, and "checkpoint": {"load_universal": true}'
         ) from error
     if only_weights:
         return
@@ -102,6 +128,8 @@ def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
     args.consumed_train_samples = saved["consumed_train_samples"]
     args.consumed_valid_samples = saved["consumed_valid_samples"]
     args.num_floating_point_operations_so_far = saved["floating_point_operations"]
+    if is_first_rank():
+        say(f"loaded checkpoint of iteration {args.iteration} from {args.load}")
     if not args.no_load_rng:
         _restore_random_state(saved["random_states"])
 
@@ -147,8 +175,8 @@ def _restore_random_state(states: list[dict[str, Any]]) -> None:
 
 
 def _universal_info(model: torch.nn.Module) -> dict[str, Any]:
-    """How tensor parallelism cuts each parameter, as patterns of names, and how large the vocabulary is without
-    padding. `ds_to_universal` insists that every pattern fits a parameter, so they are made of the names.
+    """How tensor parallelism cuts each parameter, as patterns of names, and how large the vocabulary is.
+    `ds_to_universal` insists that every pattern fits a parameter, so they are made of the names.
     """
     args = get_args()
     kinds: dict[str, set[str]] = {}
@@ -160,7 +188,7 @@ def _universal_info(model: torch.nn.Module) -> dict[str, Any]:
             merged.setdefault(kind, set()).update(patterns)
     info: dict[str, Any] = {kind: sorted(patterns) for kind, patterns in merged.items() if kind}
     info["universal_checkpoint_version"] = 0.2
-    info["original_vocab_size"] = args.vocab_size or args.padded_vocab_size
+    info["original_vocab_size"] = args.padded_vocab_size  # the softmax counts the padding too, and it is trained
     return info
 
 

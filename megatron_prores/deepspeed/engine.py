@@ -15,6 +15,7 @@ from megatron_prores.deepspeed import faults
 from megatron_prores.deepspeed.section import parse, read_config
 from megatron_prores.errors import UserError
 from megatron_prores.pytorch import ProRes, attach
+from megatron_prores.pytorch.trial import Example
 from megatron_prores.schedule import Schedule
 
 Say = Callable[[str], None]
@@ -76,6 +77,13 @@ class AlphaScheduler:
             self._skipped = skipped
         self.set_step(self._engine.global_steps + 1 - skipped)
 
+    def describe(self) -> str:
+        """A table: the layers of this rank and their alphas."""
+        rows = [f"{part.layer_number:5}  {float(part.value):.6g}" for part in self.coefficients.coefficients]
+        return "\n".join([f"ProRes: {self.schedule}; after {self.completed} steps", "layer  alpha", *rows])
+
+    __repr__ = describe
+
     def get_lr(self) -> list[float]:
         return self.get_last_lr()
 
@@ -129,7 +137,13 @@ def _print(line: str) -> None:
 
 
 def initialize(
-    *, model: torch.nn.Module | None = None, config: Any = None, args: Any = None, config_params: Any = None, **kwargs
+    *,
+    model: torch.nn.Module | None = None,
+    config: Any = None,
+    args: Any = None,
+    config_params: Any = None,
+    example: Example = None,
+    **kwargs,
 ) -> tuple:
     """See `megatron_prores.deepspeed.initialize`."""
     if model is None:
@@ -140,11 +154,13 @@ def initialize(
     config = read_config(given)
     section = parse(config)
     faults.refuse(model, config)
+    if not torch.cuda.is_available():
+        faults.skip_shared_memory_kernel()
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None  # it was read; DeepSpeed takes one of the two
     coefficients, attached = _own_coefficients(model), None
     if not coefficients and not isinstance(model, PipelineModule):
-        attached = attach(model, section.schedule)  # before ZeRO-3 takes the model apart
+        attached = attach(model, section.schedule, example=example)  # before ZeRO-3 takes the model apart
         coefficients = attached.coefficients
     engine = start(model=model, config=config, args=args, **kwargs)
     schedule = section.resolve(_number_of_layers(engine, coefficients))
@@ -223,8 +239,8 @@ def _number_of_layers(engine: deepspeed.DeepSpeedEngine, local: list[LayerCoeffi
         )
     if numbers != list(range(1, len(numbers) + 1)):
         raise UserError(
-            f"the pipeline stages hold the layers {numbers} and not each of 1..L once: number the LayerCoefficients "
-            "from 1 over the whole model"
+            f"the LayerCoefficients have the numbers {numbers} and not each of 1..L once: number them from 1 over the "
+            "whole model, all pipeline stages"
         )
     return len(numbers)
 

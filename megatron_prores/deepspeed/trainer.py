@@ -67,7 +67,11 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
     args = get_args()
     deepspeed.init_distributed(args.distributed_backend)  # finds Megatron's
     args.iteration = args.num_floating_point_operations_so_far = 0
-    universal = bool((config.get("checkpoint") or {}).get("load_universal"))
+    universal = checkpoint.is_universal(config, args.load)
+    config = {**config, "checkpoint": {**(config.get("checkpoint") or {}), "load_universal": universal}}
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if screen.is_first_rank():
+        screen.say(f"engine: DeepSpeed {deepspeed.__version__}, ZeRO stage {stage}")
     builder = container.model.get_builder_cls()(container.model)
     (model,) = builder.build_distributed_models(
         pg_collection=pg_collection, wrap_with_ddp=False, mixed_precision_wrapper=None, data_parallel_random_init=False
@@ -91,10 +95,11 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
         lr_scheduler=training.get_optimizer_param_scheduler,
         mpu=None if is_pipeline else mpu,
     )
-    driver.bind([_engine.module])
+    stages = driver.bind([_engine.module], quietly=True)
     hook = switch_on(_engine, driver.stage_coefficients(), args.prores_override, say=screen.say)
     driver.use_clock(lambda iteration: iteration - _engine.skipped_steps)
     checkpoint.load(_engine, universal)
+    driver.tell(stages)
     return [_engine.module], EngineOptimizer(_engine), hook
 
 

@@ -95,11 +95,12 @@ def alphas(iteration: int) -> Array:
     return _coefficients.schedule.alpha(clock_of(iteration))
 
 
-def bind(model: list[torch.nn.Module]) -> StageLayers:
+def bind(model: list[torch.nn.Module], quietly: bool = False) -> StageLayers:
     """Find this rank's ProRes layers, compare notes with the other stages, and set alpha for the current iteration.
 
     Args:
         model: this rank's model chunks, as Megatron's trainer holds them.
+        quietly: leave it to the caller to `tell` about the stages.
 
     Raises:
         UserError: (on every rank) the stages' layers together are not exactly 1..L.
@@ -117,11 +118,18 @@ def bind(model: list[torch.nn.Module]) -> StageLayers:
     _check_coverage(stages, schedule, args.prores_norm)
     _coefficients = StageCoefficients(schedule, [layer.coefficient for chunk in chunks for layer in chunk])
     _coefficients.set_step(args.iteration)
+    if not quietly:
+        tell(stages)
+    return stages
+
+
+def tell(stages: StageLayers) -> None:
+    """Print which stage holds which layers, alpha now, and what computes the residual add."""
+    args = get_args()
     if torch.distributed.get_rank() == 0:
-        say(stage_table(stages, schedule, args.iteration, args.prores_norm))
+        say(stage_table(stages, schedule_from_args(args), args.iteration, args.prores_norm))
         if any(layers for _, _, layers in stages):  # this rank's own stage may hold none
             say(f"residual add: {describe_op(default_device_type())}")
-    return stages
 
 
 def _all_stages(local: list[list]) -> list[tuple[int, int, list]]:

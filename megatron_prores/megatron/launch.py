@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from megatron_prores.config_file import config_arguments
+from megatron_prores.config_file import config_arguments, excluded
 from megatron_prores.errors import UserError, did_you_mean
 from megatron_prores.megatron import enable, host, screen
 
@@ -138,8 +138,20 @@ def _give_to_megatron(argv: list[str], configs: list[str], defaults: list[str], 
         return parser
 
     known = all_flags(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    sys.argv[1:] = defaults + config_arguments(configs, known, argv) + argv
+    given = config_arguments(configs, known, argv) + argv
+    sys.argv[1:] = _not_excluded(defaults, given, known) + given
     return all_flags
+
+
+def _not_excluded(defaults: list[str], given: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The defaults, each a word of its own, without those that cannot be given together with a flag that is given."""
+    actions = parser._option_string_actions
+    named = {actions[flag].dest for word in given if (flag := word.split("=")[0]) in actions}
+    return [
+        word
+        for word in defaults
+        if (action := actions.get(word.split("=")[0])) is None or not excluded(parser, action) & named
+    ]
 
 
 def accepted(function: Callable, *args, **kwargs):

@@ -10,7 +10,7 @@ from megatron_prores.coefficients import LayerCoefficient, StageCoefficients
 from megatron_prores.errors import UserError
 from megatron_prores.pytorch.residual_writes import Layer, find_layers, map_output
 from megatron_prores.pytorch.trial import Example
-from megatron_prores.schedule import DEFAULT_WARMUP_STEPS, Schedule
+from megatron_prores.schedule import Schedule
 
 
 def attach(
@@ -18,6 +18,7 @@ def attach(
     schedule: str | Schedule = "linear",
     warmup_steps: Real | None = None,
     *,
+    total_warmup_steps: Real | None = None,
     example: Example = None,
 ) -> "ProRes":
     """Turn every layer `x + F(N(x))` of the model into `x + alpha(l, t) * F(N(x))` (arXiv 2603.05369).
@@ -32,6 +33,7 @@ def attach(
             DistributedDataParallel or compiled. Before ZeRO-3 or a pipeline takes it apart.
         schedule: a name out of `SCHEDULES`, or a `Schedule` for as many layers as the model has.
         warmup_steps: T, the first layer's warm-up in optimizer steps (1000 if not given); not with a `Schedule`.
+        total_warmup_steps: W instead of T, optimizer steps until every alpha is 1.
         example: arguments of a forward if the model does not run on token ids alone: a tuple or a dict of keywords.
 
     Raises:
@@ -41,11 +43,13 @@ def attach(
     model = _unwrapped(model)
     if any(_hooks(module) for module in model.modules()):
         raise UserError(f"ProRes is attached to this {type(model).__name__} already: detach() it first")
-    if isinstance(schedule, Schedule) and warmup_steps is not None:
-        raise UserError("give the ProRes warm-up once: in the Schedule or as warmup_steps")
+    if isinstance(schedule, Schedule) and (warmup_steps, total_warmup_steps) != (None, None):
+        raise UserError("give the ProRes warm-up once: in the Schedule, as warmup_steps or as total_warmup_steps")
     layers = find_layers(model, example)
     if not isinstance(schedule, Schedule):
-        schedule = Schedule(schedule, len(layers), DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps)
+        schedule = Schedule.resolve(
+            schedule, len(layers), warmup_steps=warmup_steps, total_warmup_steps=total_warmup_steps
+        )
     if schedule.num_layers != len(layers):
         raise UserError(f"the ProRes schedule is for {schedule.num_layers} layers; the model has {len(layers)}")
     return ProRes(model, schedule, layers)
@@ -104,6 +108,8 @@ class ProRes:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"ProRes: {self.schedule}", *lines])
+
+    __repr__ = describe
 
 
 class _Coefficient(LayerCoefficient):

@@ -221,6 +221,11 @@ REFUSED = {
     "batch": ((), {"train_batch_size": 16}, '"train_batch_size": 16 in the DeepSpeed config contradicts'),
     "clipping": ((), {"gradient_clipping": 0.5}, '"gradient_clipping": 0.5 in the DeepSpeed config contradicts'),
     "precision": (("--bf16",), {"bf16": {"enabled": False}}, "contradict each other"),
+    "length in two places": (
+        ("--prores-warmup-fraction", "0.5"),
+        {"prores": {"schedule": "linear", "warmup_steps": 7}},
+        "say it in one place",
+    ),
     "misspelt": ((), {"prores": {"schedul": "linear"}}, 'unknown key "schedul" (did you mean schedule?)'),
     "two schedules": (
         ("--prores-schedule", "equal"),
@@ -241,6 +246,23 @@ def test_refused_in_one_line(tmp_path, data, name):
     assert result.returncode != 0
     assert len(result.error_lines) == 1 and message in result.error_lines[0], result.errors[-2000:]
     assert "Traceback" not in result.errors.split("torch/distributed")[0]
+
+
+def test_what_there_is_to_load(tmp_path, data):
+    """Nothing yet is said; the other trainer's checkpoint is refused; what is loaded is named, with its alphas."""
+    flags = config_flags(tmp_path, 1)
+    folder = tmp_path / "checkpoint"
+    saving = ("--save", str(folder), "--load", str(folder), "--save-interval", "4", "--exit-interval", "4")
+    first = ds_pretrain(tmp_path / "first", *flags, *saving, config=data)
+    assert f"no checkpoint in {folder} yet: starting from the initial weights" in first.output
+    assert "ZeRO stage 1" in first.output
+    second = ds_pretrain(tmp_path / "second", *flags, *saving, config=data)
+    assert f"loaded checkpoint of iteration 4 from {folder}" in second.output
+    assert "alpha at iteration 4:" in second.output and sorted(second.losses) == [5, 6, 7, 8]
+    other = tmp_path / "megatron"
+    pretrain(tmp_path / "third", "--save", str(other), "--save-interval", "4", "--exit-interval", "4", config=data)
+    refused = ds_run(tmp_path / "fourth", *flags, "--load", str(other), config=data)
+    assert refused.returncode == 2 and "is of Megatron's trainer" in refused.error_lines[0]
 
 
 def test_resume_with_another_schedule_is_refused(tmp_path, data):
