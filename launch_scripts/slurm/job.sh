@@ -7,7 +7,7 @@
 
 run_job() {
     local module=$1 status=0
-    run=${2:-} warned='' ending='' step='' stalled=0
+    run=${2:-} warned='' ending='' step='' stalled=0 fruitless=0
     [[ -n $run && $run != -* ]] || { echo "error: the first argument is the run's folder" >&2 && exit 2; }
     shift 2
     # Not the job's own number in an array: one of its runs has the array's, which stands for all of them.
@@ -20,7 +20,8 @@ run_job() {
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [ "$(_recorded from)" = "$from" ]; then
         stalled=$(($(_recorded stalled) + 1))
     fi
-    ((stalled <= max_stalled)) || _give_up 1 "this start too would have been without progress"
+    fruitless=$stalled
+    ((fruitless < max_stalled)) || _give_up 1 "every start was killed"
     _record running
     step_options=(--nodes=1 --ntasks=1)
     target=$(_srun megatron_prores.slurm.prepare "$run/checkpoints" "$@") || status=$?
@@ -103,13 +104,14 @@ _ending() {
 _finish() {
     local status=$1 iteration
     iteration=$(_iteration)
+    fruitless=$((iteration > from ? 0 : stalled + 1))
     if ((status == 0 && iteration >= target)); then
         _record complete
         _say "complete: iteration $iteration of $target"
     elif [ -n "$ending" ]; then
         _say "ended by Slurm at iteration $iteration of $target"
         exit "$status"
-    elif ((iteration > from || stalled < max_stalled)); then
+    elif ((fruitless < max_stalled)); then
         _say "iteration $iteration of ${target:-?}, exit code $status: back into the queue"
         trap '' TERM # that is how Slurm ends this script
         _record waiting
@@ -121,7 +123,7 @@ _finish() {
 
 _give_up() {
     local status=$1 reason=$2
-    ((stalled == 0)) || reason+="; $((stalled + 1)) starts in a row without a new checkpoint"
+    ((fruitless < 2)) || reason+="; $fruitless starts in a row without a new checkpoint"
     _record failed "$reason"
     echo "error: stopped at iteration $(_iteration): $reason" >&2
     exit $((status > 0 ? status : 1))

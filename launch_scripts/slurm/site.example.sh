@@ -25,5 +25,5 @@ host_suffix=
 # Processes on a node; left out: one per GPU.
 processes_per_node=
 
-# Starts in a row that may end without a new checkpoint before the job gives up.
+# Starts in a row without a new checkpoint after which the job gives up.
 max_stalled=3

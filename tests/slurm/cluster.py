@@ -13,11 +13,7 @@ from megatron_prores.report import read_scalars
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch_scripts" / "slurm"
-PRORES = [
-    sys.executable,
-    "-c",
-    "from megatron_prores import cli; cli.COMMANDS.update(submit=('submit', ''), status=('status', '')); cli.main()",
-]
+PRORES = [sys.executable, "-m", "megatron_prores.cli"]
 _LAB = ["bash", str(Path(__file__).with_name("slurmlab.sh"))]
 
 

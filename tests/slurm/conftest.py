@@ -89,7 +89,7 @@ def site(folder) -> Path:
     """A site file for nodes without GPUs: one process on each."""
     path = folder / "site.sh"
     activate = f"activate() {{ export PATH='{Path(sys.executable).parent}':$PATH PYTHONPATH='{ROOT}'; }}"
-    path.write_text(f"{activate}\nprocesses_per_node=1\nmax_stalled=1\n")
+    path.write_text(f"{activate}\nprocesses_per_node=1\nmax_stalled=2\n")
     return path
 
 

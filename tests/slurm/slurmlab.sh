@@ -37,7 +37,8 @@ down() {
     done
     stop "$lab/run/slurmctld.pid"
     stop "$lab/run/munged.pid"
-    ip link del slurmlab 2>/dev/null || true
+    # A network that has lost its name lives until its last process is gone, and holds its link.
+    ip -brief link | awk -F '[ @]' '/^slurmlab/ {print $1}' | xargs -r -n 1 ip link del || true
     find /sys/fs/cgroup/*/slurm_n* -depth -type d -exec rmdir {} + 2>/dev/null || true
 }
 
