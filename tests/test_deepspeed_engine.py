@@ -104,6 +104,9 @@ def test_refused():
         engine_of(Layer(1), Layer(3))
     with pytest.raises(UserError, match=r'DeepSpeed does not accept this: .*"stag"'):
         engine_of(Layer(), zero_optimization={"stag": 1})
+    for precision in ("bf16", "fp16"):
+        with pytest.raises(UserError, match=f"other updates in {precision} without ZeRO"):
+            engine_of(Layer(), **{precision: {"enabled": True}})
     layer = Layer()
     layer.gain = nn.Parameter(torch.ones(()))
     with pytest.raises(UserError, match=r"parameter 0\.gain.*give it the shape \(1,\)"):
@@ -119,8 +122,6 @@ def test_refused_in_a_pipeline():
     for stage in (2, 3):
         with pytest.raises(UserError, match=f"does not work with ZeRO stage {stage}"):
             initialize(model=pipeline(), config={**ONE, "zero_optimization": {"stage": stage}})
-    with pytest.raises(UserError, match="cannot load the checkpoints of a bf16 pipeline without ZeRO"):
-        initialize(model=pipeline(), config={**ONE, "bf16": {"enabled": True}})
     with pytest.raises(UserError, match="activation checkpoints would include the first layer"):
         initialize(model=pipeline(activation_checkpoint_interval=1), config=ONE)
     with pytest.raises(UserError, match="activation checkpoints would include the first layer"):

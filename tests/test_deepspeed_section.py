@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_prores.deepspeed.section import Section, parse, read_config
+from megatron_prores.deepspeed.section import Section, check_types, parse, read_config
 from megatron_prores.errors import UserError
 
 
@@ -48,8 +48,27 @@ def test_mistakes(name):
 def test_the_section_itself():
     with pytest.raises(UserError, match="must be an object"):
         parse({"prores": "linear"})
-    with pytest.raises(UserError, match='has a section "ProRes": write "prores"'):
-        parse({"ProRes": {}})
+    for name in ("ProRes", "pro_res"):
+        with pytest.raises(UserError, match=f'has a section "{name}": write "prores"'):
+            parse({name: {}})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({name: True} for name in ("zero_optimization", "bf16", "checkpoint", "optimizer", "scheduler", "pipeline")),
+        {"zero_optimization": {"stage": "1"}},
+        {"zero_optimization": {"stage": 4}},
+        {"fp16": {"enabled": "false"}},
+        {"checkpoint": {"load_universal": "no"}},
+        {"gradient_clipping": "1"},
+        {"bfloat16": {"enabled": True}},
+    ],
+    ids=str,
+)
+def test_types_of_deepspeeds_own_settings(config):
+    with pytest.raises(UserError, match=next(iter(config))):
+        check_types(config)
 
 
 def test_reading(tmp_path):

@@ -41,6 +41,7 @@ def read(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     if path is None:
         raise UserError("--deepspeed_config is missing: give a DeepSpeed config, e.g. configs/deepspeed/zero1.json")
     config = section.read_config(path)
+    section.check_types(config)
     settings = section.parse(config)
     flags = [f"--{name}" for name in ("bf16", "fp16") if _is_enabled(config, name)]
     given = config.get("prores", {})
@@ -77,6 +78,8 @@ _UNSUPPORTED = {
     "async_save": "--async-save",
     "non_persistent_save_interval": "--non-persistent-save-interval",
     "pretrained_checkpoint": "--pretrained-checkpoint",
+    "iterations_to_skip": "--iterations-to-skip",
+    "loss_scale": '--loss-scale (use "fp16" in the DeepSpeed config)',
     "use_checkpoint_args": "--use-checkpoint-args",
     "ckpt_convert_format": "--ckpt-convert-format",
     "log_params_norm": "--log-params-norm",
@@ -117,6 +120,19 @@ def reconcile(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any
     _settle(config, "train_micro_batch_size_per_gpu", args.micro_batch_size, "--micro-batch-size")
     _settle(config, "gradient_accumulation_steps", microbatches, "--global-batch-size")
     _settle(config, "gradient_clipping", args.clip_grad, "--clip-grad")
+    if "scheduler" in config:
+        raise UserError('"scheduler" in the DeepSpeed config: the learning rate follows Megatron\'s flags, remove it')
+    params = config.get("optimizer", {}).get("params", {})
+    for key, value in (("lr", args.lr), ("weight_decay", args.weight_decay)):
+        if params.get(key, value) != value:
+            raise UserError(
+                f'"{key}": {params[key]} of "optimizer" in the DeepSpeed config contradicts --{key.replace("_", "-")}, '
+                f"which makes it {value}: leave it out of the config"
+            )
+    if args.finetune and config.get("zero_optimization", {}).get("stage") == 3:
+        raise UserError(
+            "--finetune does not work with ZeRO stage 3, from which DeepSpeed loads weights only as a whole"
+        )
     for precision in ("bf16", "fp16"):
         if getattr(args, precision):
             config.setdefault(precision, {"enabled": True})
@@ -138,5 +154,12 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} is not supported under DeepSpeed: remove it, or use Megatron's own trainer")
     if args.context_parallel_size > 1:
         raise UserError("--context-parallel-size is not supported under DeepSpeed: use Megatron's own trainer")
+    if args.qk_layernorm and args.tensor_model_parallel_size > 1:
+        raise UserError(
+            "--qk-layernorm with --tensor-model-parallel-size above 1 is not supported under DeepSpeed: it leaves "
+            "the gradients of its norms apart: use Megatron's own trainer"
+        )
+    if args.no_load_optim and not args.skip_train:
+        raise UserError("--no-load-optim is not supported under DeepSpeed: use --finetune, or load everything")
     if args.optimizer != "adam":
         raise UserError(f'--optimizer {args.optimizer} is not supported under DeepSpeed: use "optimizer" in its config')

@@ -71,9 +71,11 @@ def _expect_empty_state(module: torch.nn.Module, state: dict[str, Any], prefix: 
 def save(engine: deepspeed.DeepSpeedEngine, iteration: int, floating_point_operations: float) -> None:
     """Save the engine, where the data stand, the random states, and what `ds_to_universal` needs to know."""
     args = get_args()
+    tag = f"global_step{iteration}"
     engine.save_checkpoint(
         args.save,
-        tag=f"global_step{iteration}",
+        tag=tag,
+        save_latest=False,
         client_state={
             # One key, the same on every rank: after a change of stages ranks read each other's.
             STATE: {
@@ -87,6 +89,13 @@ def save(engine: deepspeed.DeepSpeedEngine, iteration: int, floating_point_opera
             "universal_checkpoint_info": _universal_info(engine.module),
         },
     )
+    # DeepSpeed would name it before the other ranks have written theirs, and in a file that a kill can cut off.
+    torch.distributed.barrier()
+    if args.rank == 0:
+        new = os.path.join(args.save, "latest.new")
+        with open(new, "w") as file:
+            file.write(tag)
+        os.replace(new, os.path.join(args.save, "latest"))
 
 
 def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
@@ -98,32 +107,21 @@ def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
     args = get_args()
     if args.load is None:
         return
-    if latest(args.load, universal) is None:
-        if os.path.exists(os.path.join(args.load, "latest_checkpointed_iteration.txt")):
-            raise UserError(f"the checkpoint in {args.load} is of Megatron's trainer: DeepSpeed's has another format")
-        if universal or args.exit_on_missing_checkpoint:
-            name = "latest_universal" if universal else "latest"
-            raise UserError(f"there is no checkpoint to load in {args.load}: it has no file {name}")
-        if is_first_rank():
-            say(f"no checkpoint in {args.load} yet: starting from the initial weights")
+    tag = _tag(args, universal)
+    if tag is None:
         return
-    only_weights = args.finetune or args.no_load_optim
     try:
-        _, state = engine.load_checkpoint(args.load, load_module_only=only_weights)
+        _, state = engine.load_checkpoint(args.load, tag=tag, load_module_only=args.finetune)
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"the checkpoint in {args.load} cannot be loaded ({reason}); for another number of processes or stages, or "
-            'another ZeRO stage, make it universal first: ds_to_universal, and "checkpoint": {"load_universal": true}'
-        ) from error
-    if only_weights:
-        return
+        raise UserError(f"the checkpoint {tag} in {args.load} cannot be loaded ({_advice(error, args, tag)}") from error
     saved = (state or {}).get(STATE)
     if saved is None:
-        raise UserError(f"the checkpoint in {args.load} was not saved by this entry: start with --finetune")
+        raise UserError(f"the checkpoint {tag} in {args.load} was not saved by this entry")
     _compare(saved["arguments"], args)
+    if args.finetune:
+        return
     args.iteration = saved["iteration"]
     args.consumed_train_samples = saved["consumed_train_samples"]
     args.consumed_valid_samples = saved["consumed_valid_samples"]
@@ -132,6 +130,43 @@ def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:
         say(f"loaded checkpoint of iteration {args.iteration} from {args.load}")
     if not args.no_load_rng:
         _restore_random_state(saved["random_states"])
+
+
+def _tag(args: argparse.Namespace, universal: bool) -> str | None:
+    """The checkpoint to load from `--load`; None where there is none yet."""
+    suffix = "_universal" if universal else ""
+    tag = f"global_step{args.ckpt_step}{suffix}" if args.ckpt_step else latest(args.load, universal)
+    if tag and os.path.isdir(os.path.join(args.load, tag)):
+        return tag
+    if os.path.exists(os.path.join(args.load, "latest_checkpointed_iteration.txt")):
+        raise UserError(f"the checkpoint in {args.load} is of Megatron's trainer: DeepSpeed's has another format")
+    others = _steps(args.load)
+    if tag is not None or universal or others or args.exit_on_missing_checkpoint:
+        missing = f"it has no {tag}" if tag else f"it has no file latest{suffix}"
+        there = f"; there is {', '.join(others)}, see --ckpt-step" if others else ""
+        raise UserError(f"there is no checkpoint to load in {args.load}: {missing}{there}")
+    if is_first_rank():
+        say(f"no checkpoint in {args.load} yet: starting from the initial weights")
+    return None
+
+
+def _steps(folder: str) -> list[str]:
+    """The checkpoints in a folder, oldest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted((name for name in names if re.fullmatch(r"global_step\d+(_universal)?", name)), key=_step)
+
+
+def _advice(error: Exception, args: argparse.Namespace, tag: str) -> str:
+    """Why a checkpoint does not load, and what may be done."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "OptimizerParamScheduler" in reason:
+        return f"{reason}); --override-opt-param-scheduler takes this run's learning-rate schedule"
+    before = [name for name in _steps(args.load) if _step(name) < _step(tag) and "_" not in name.split("step")[1]]
+    earlier = f" If it is damaged: --ckpt-step {_step(before[-1])} loads the one before." if before else ""
+    return (
+        f"{reason}). For another number of processes or stages make it universal first: ds_to_universal, and "
+        f'"checkpoint": {{"load_universal": true}}.{earlier}'
+    )
 
 
 def _compare(saved: dict[str, Any], args: argparse.Namespace) -> None:

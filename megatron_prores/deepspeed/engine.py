@@ -1,7 +1,8 @@
 """`deepspeed.initialize` with ProRes: alpha advances with the optimizer steps that the engine applies."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 
 from megatron_prores.coefficients import LayerCoefficient, StageCoefficients
 from megatron_prores.deepspeed import faults
-from megatron_prores.deepspeed.section import parse, read_config
+from megatron_prores.deepspeed.section import check_types, parse, read_config
 from megatron_prores.errors import UserError
 from megatron_prores.pytorch import ProRes, attach
 from megatron_prores.pytorch.trial import Example
@@ -148,28 +149,49 @@ def initialize(
     """See `megatron_prores.deepspeed.initialize`."""
     if model is None:
         raise UserError("megatron_prores.deepspeed.initialize needs a model")
-    given = config or config_params or getattr(args, "deepspeed_config", None)
+    given = next(
+        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
+    )
     if given is None:
         raise UserError("megatron_prores.deepspeed.initialize needs a DeepSpeed config: config=, or --deepspeed_config")
     config = read_config(given)
+    check_types(config)
     section = parse(config)
     faults.refuse(model, config)
     if not torch.cuda.is_available():
         faults.skip_shared_memory_kernel()
-    if args is not None and getattr(args, "deepspeed_config", None):
-        args.deepspeed_config = None  # it was read; DeepSpeed takes one of the two
     coefficients, attached = _own_coefficients(model), None
     if not coefficients and not isinstance(model, PipelineModule):
         attached = attach(model, section.schedule, example=example)  # before ZeRO-3 takes the model apart
         coefficients = attached.coefficients
-    engine = start(model=model, config=config, args=args, **kwargs)
-    schedule = section.resolve(_number_of_layers(engine, coefficients))
+    try:
+        with _read_already(args):
+            engine = start(model=model, config=config, args=args, **kwargs)
+        schedule = section.resolve(_number_of_layers(engine, coefficients))
+    except BaseException:
+        if attached is not None:
+            attached.detach()
+        raise
     hook = switch_on(engine, StageCoefficients(schedule, coefficients), section.override)
     if attached is not None:
         attached.schedule, hook.attached = schedule, attached
     if torch.distributed.get_rank() == 0:
         _print(f"ProRes {schedule}; {schedule.num_layers} layers")
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@contextmanager
+def _read_already(args: Any) -> Iterator[None]:
+    """DeepSpeed takes a config once: from its argument, or from the command line's."""
+    path = getattr(args, "deepspeed_config", None)
+    if path is None:
+        yield
+        return
+    args.deepspeed_config = None
+    try:
+        yield
+    finally:
+        args.deepspeed_config = path
 
 
 def start(**kwargs) -> deepspeed.DeepSpeedEngine:

@@ -33,22 +33,22 @@ def refuse(model: torch.nn.Module, config: dict[str, Any]) -> None:
             raise UserError(
                 f"DeepSpeed cannot broadcast the parameter {name}, which has no dimension: give it the shape (1,)"
             )
-    if isinstance(model, PipelineModule):
-        _refuse_in_pipeline(model, config)
-
-
-def _refuse_in_pipeline(model: PipelineModule, config: dict[str, Any]) -> None:
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
-    bf16 = any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16"))
+    half = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled")]
+    if stage == 0 and half:
+        raise UserError(
+            f"DeepSpeed computes other updates in {half[0]} without ZeRO, and loses the loss scale: "
+            'set "zero_optimization": {"stage": 1}'
+        )
+    if isinstance(model, PipelineModule):
+        _refuse_in_pipeline(model, stage, config)
+
+
+def _refuse_in_pipeline(model: PipelineModule, stage: int, config: dict[str, Any]) -> None:
     clips = float(config.get("gradient_clipping") or 0) > 0
     if stage > 1:
         raise UserError(
             f'DeepSpeed\'s pipeline does not work with ZeRO stage {stage}: set "stage": 1 in "zero_optimization"'
-        )
-    if stage == 0 and bf16:
-        raise UserError(
-            "DeepSpeed cannot load the checkpoints of a bf16 pipeline without ZeRO: "
-            'set "zero_optimization": {"stage": 1}'
         )
     if stage == 0 and clips and model.tied_comms:
         raise UserError(

@@ -13,6 +13,7 @@
 import base64
 import binascii
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -61,13 +62,46 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# Of DeepSpeed's own settings, those that are looked at here: the types that they must have.
+_OBJECTS = ("zero_optimization", "bf16", "fp16", "checkpoint", "optimizer", "scheduler", "pipeline")
+_VALUES: dict[tuple[str, str], tuple[Callable[[Any], bool], str]] = {
+    ("zero_optimization", "stage"): (
+        lambda value: value in (0, 1, 2, 3) and not isinstance(value, bool),
+        "0, 1, 2 or 3",
+    ),
+    ("bf16", "enabled"): (lambda value: isinstance(value, bool), "true or false"),
+    ("fp16", "enabled"): (lambda value: isinstance(value, bool), "true or false"),
+    ("checkpoint", "load_universal"): (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+def check_types(config: dict[str, Any]) -> None:
+    """Refuse settings of DeepSpeed's that it would trip over, or take for something else.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if "bfloat16" in config:
+        raise UserError('the DeepSpeed config has a section "bfloat16": write "bf16"')
+    for name in _OBJECTS:
+        if name in config and not isinstance(config[name], dict):
+            raise UserError(f'"{name}" in the DeepSpeed config must be an object, {{...}}, not {config[name]!r}')
+    for (name, key), (fits, kind) in _VALUES.items():
+        value = config.get(name, {}).get(key)
+        if value is not None and not fits(value):
+            raise UserError(f'"{name}": {{"{key}"}} in the DeepSpeed config must be {kind}, not {json.dumps(value)}')
+    clipping = config.get("gradient_clipping", 0)
+    if not _is_number(clipping):
+        raise UserError(f'"gradient_clipping" in the DeepSpeed config must be a number, not {json.dumps(clipping)}')
+
+
 def parse(config: dict[str, Any]) -> Section:
     """The section of a config, checked in full: names, types, ranges and what excludes what.
 
     Raises:
         UserError: one line for the first thing that is wrong.
     """
-    near = next((key for key in config if key != "prores" and key.lower().strip("_-") == "prores"), None)
+    near = next((key for key in config if key != "prores" and re.sub("[^a-z]", "", key.lower()) == "prores"), None)
     if near is not None:
         raise UserError(f'the DeepSpeed config has a section "{near}": write "prores"')
     section = config.get("prores", {})
@@ -95,6 +129,8 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, dict):
         return config
+    if not isinstance(config, str | Path):
+        raise UserError(f"a DeepSpeed config is a path or a dictionary, not {config!r}")
     import hjson  # DeepSpeed's own reader: JSON with comments
 
     where = f"the DeepSpeed config {config}"
@@ -107,7 +143,7 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
         content = hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except (hjson.HjsonDecodeError, RecursionError) as error:
+    except (hjson.HjsonDecodeError, RecursionError, OverflowError) as error:
         raise UserError(f"{where} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{where} must be an object, {{...}}, not a {type(content).__name__}")

@@ -119,7 +119,8 @@ def microbatch(data_iterator, vp_stage: int | None = None) -> dict[str, Tensor |
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        # The other ranks have to know the shape before the tensor comes; evaluations run without gradients.
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -81,6 +81,14 @@ def test_layout(tmp_path, data, megatron, name):
         assert [(f"stage {stage}", layers) for stage, layers in stages] == [entry[:2] for entry in other.stages()]
 
 
+@pytest.mark.parametrize("module", [ENTRY, "megatron_prores.megatron.pretrain_gpt"])
+def test_evaluation_in_other_microbatches_on_two_tensor_parallel_ranks(tmp_path, data, megatron, module):
+    flags = config_flags(tmp_path, 1) if module == ENTRY else ()
+    flags += (*TP2, "--eval-micro-batch-size", "1")
+    other = run(tmp_path, *flags, processes=2, module=module, config={**data, **SAME_WEIGHTS})
+    assert_same(megatron, other)
+
+
 @pytest.mark.parametrize("norm", ["post", "sandwich", "deepnorm", "lns"])
 def test_norms_on_two_stages(tmp_path, data, norm):
     config = {**data, **SAME_WEIGHTS, "prores-norm": norm}
@@ -226,6 +234,11 @@ REFUSED = {
         {"prores": {"schedule": "linear", "warmup_steps": 7}},
         "say it in one place",
     ),
+    "scheduler": ((), {"scheduler": {"type": "WarmupLR"}}, "the learning rate follows Megatron's flags"),
+    "learning rate": ((), {"optimizer": {"params": {"lr": 0.5}}}, "contradicts --lr"),
+    "query norms": ((*TP2, "--qk-layernorm"), {}, "--qk-layernorm with --tensor-model-parallel-size"),
+    "fine-tuning": (("--finetune",), {"zero_optimization": {"stage": 3}}, "--finetune does not work with ZeRO stage 3"),
+    "half precision": (("--bf16",), {}, "other updates in bf16 without ZeRO"),
     "misspelt": ((), {"prores": {"schedul": "linear"}}, 'unknown key "schedul" (did you mean schedule?)'),
     "two schedules": (
         ("--prores-schedule", "equal"),
@@ -259,6 +272,13 @@ def test_what_there_is_to_load(tmp_path, data):
     second = ds_pretrain(tmp_path / "second", *flags, *saving, config=data)
     assert f"loaded checkpoint of iteration 4 from {folder}" in second.output
     assert "alpha at iteration 4:" in second.output and sorted(second.losses) == [5, 6, 7, 8]
+    chosen = ds_pretrain(tmp_path / "chosen", *flags, "--load", str(folder), "--ckpt-step", "4", config=data)
+    assert chosen.losses[5] == second.losses[5]
+    evaluated = ds_pretrain(tmp_path / "only", *flags, "--load", str(folder), "--skip-train", config=data)
+    assert "final evaluation at iteration 8" in evaluated.output
+    (folder / "latest").unlink()
+    lost = ds_run(tmp_path / "lost", *flags, *saving, config=data)
+    assert lost.returncode == 2 and "there is global_step4, global_step8, see --ckpt-step" in lost.error_lines[0]
     other = tmp_path / "megatron"
     pretrain(tmp_path / "third", "--save", str(other), "--save-interval", "4", "--exit-interval", "4", config=data)
     refused = ds_run(tmp_path / "fourth", *flags, "--load", str(other), config=data)
