@@ -15,6 +15,7 @@ fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 # A worker per core: up to four, and up to two where each starts runs of up to four processes. Those go through their
-# files in order, as the longest last would leave one worker alone.
-"$python" -m pytest -n logical --maxprocesses 4 --dist loadfile tests --ignore tests/distributed
+# files in order, as the longest last would leave one worker alone. A Slurm cluster has the machine to itself.
+"$python" -m pytest -n logical --maxprocesses 4 --dist loadfile tests --ignore tests/distributed --ignore tests/slurm
 "$python" -m pytest -n logical --maxprocesses 2 --dist loadfile --no-loadscope-reorder tests/distributed
+"$python" -m pytest tests/slurm
