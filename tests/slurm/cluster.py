@@ -156,51 +156,51 @@ class Job:
         return dict(line.split("=", 1) for line in (self.folder / "slurm.state").read_text().splitlines())
 
     @property
-    def starts(self) -> list[tuple[int, int]]:
-        """By start: the iterations that it began and ended at."""
-        parts = re.split(r"^prores: start \d+: iteration (\d+) of", self.text, flags=re.MULTILINE)
-        begins = list(map(int, parts[1::2]))
-        steps = [[int(step) for step in re.findall(r"step +(\d+)/\d+ \|", part)] for part in parts[2::2]]
-        return [(begin, max([begin, *printed])) for begin, printed in zip(begins, steps, strict=True)]
+    def starts(self) -> dict[int, tuple[int, int]]:
+        """By the number of the start: the iterations that it began and ended at."""
+        parts = re.split(r"^prores: start (\d+): iteration (\d+) of", self.text, flags=re.MULTILINE)
+        found = {}
+        for number, begin, printed in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+            steps = map(int, re.findall(r"step +(\d+)/\d+ \|", printed))
+            found[int(number)] = (int(begin), max([int(begin), *steps]))
+        return found
 
-    def wait_for_steps(self, start: int, steps: int) -> None:
-        """Until start number `start` has trained so many."""
+    def wait_for_start(self, number: int) -> None:
+        self.wait(lambda: number in self._kept_going().starts, f"start {number}")
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Until the latest start has trained so many."""
 
         def has_trained() -> bool:
-            starts = self.starts
-            return len(starts) >= start and starts[start - 1][1] - starts[start - 1][0] >= steps
+            starts = self._kept_going().starts
+            return bool(starts) and starts[max(starts)][1] - starts[max(starts)][0] >= steps
 
-        self.wait(has_trained, f"{steps} steps of start {start}")
+        self.wait(has_trained, f"{steps} steps")
 
     def wait_for_state(self, name: str) -> None:
         """Until Slurm calls the job so, and has nothing of it running any more."""
         self.wait(lambda: self.slurm["JobState"] == name and not self._is_completing(), name)
 
-    def wait_for_requeue(self, times: int) -> None:
-        """Until the job is back in the queue for this many times."""
-        self.wait(lambda: self.slurm["Restarts"] == str(times), f"requeue number {times}")
+    def wait_for_requeue(self) -> None:
+        """Until the latest start is over and the job back in the queue."""
+        self.wait(lambda: self.slurm["Restarts"] == str(max(self.starts, default=0)), "requeue")
         self.wait_for_state("PENDING")
 
-    def start_again(self) -> None:
-        """Soon, and not in the two minutes that Slurm lets a requeued job wait.
-
-        Not at once either: within the same second the nodes take the new start for the old one, and refuse it.
-        """
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
-        self.wait(lambda: self.slurm["JobState"] != "PENDING", "start")
-
     def finish(self) -> None:
-        """Until the job has completed, however often it starts.
+        """Until the job has completed, however often it starts."""
+        self.wait(lambda: self._kept_going().slurm["JobState"] == "COMPLETED", "end")
+        self.wait_for_state("COMPLETED")
 
-        Once a node is gone, Slurm repeats its last signals to the others for a minute, and they reach the next start.
+    def _kept_going(self) -> "Job":
+        """A job that is back in the queue starts soon, and not in the two minutes that Slurm lets it wait.
+
+        Not at once either: within the same second the nodes take the new start for the old one, and refuse it. And once
+        a node does not answer, Slurm repeats its last signals for a minute; they may end the next start as well.
         """
-
-        def is_over() -> bool:
-            if self.slurm["JobState"] == "PENDING":
-                self.start_again()
-            return self.slurm["JobState"] == "COMPLETED" and not self._is_completing()
-
-        self.wait(is_over, "end")
+        if self.slurm["Reason"] == "BeginTime":
+            self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+            self.wait(lambda: self.slurm["JobState"] != "PENDING", "start")
+        return self
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         try:

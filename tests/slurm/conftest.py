@@ -1,5 +1,6 @@
 """The cluster that the tests in this folder share. Needs root, Debian's or Ubuntu's Slurm, and network namespaces."""
 
+import fcntl
 import os
 import shutil
 import sys
@@ -60,19 +61,21 @@ def _missing() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
-    """Three nodes, n1 to n3."""
+    """Three nodes, n1 to n3. Whoever else wants them waits."""
     if reason := _missing():
         pytest.skip(reason)
     lab = Cluster(_CLUSTER)
-    _CLUSTER.mkdir(exist_ok=True)
-    try:
-        lab.lab("up", "3")
-        yield lab
-    finally:
-        lab.lab("down")
-        shutil.rmtree(_CLUSTER)
+    with open(f"{_CLUSTER}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _CLUSTER.mkdir(exist_ok=True)
+        try:
+            lab.lab("up", "3")
+            yield lab
+        finally:
+            lab.lab("down")
+            shutil.rmtree(_CLUSTER)
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +92,7 @@ def site(folder) -> Path:
     """A site file for nodes without GPUs: one process on each."""
     path = folder / "site.sh"
     activate = f"activate() {{ export PATH='{Path(sys.executable).parent}':$PATH PYTHONPATH='{ROOT}'; }}"
-    path.write_text(f"{activate}\nprocesses_per_node=1\nmax_stalled=2\n")
+    path.write_text(f"{activate}\nprocesses_per_node=1\n")
     return path
 
 
@@ -102,6 +105,8 @@ def config(folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(cluster, folder, config) -> dict[int, float]:
+def undisturbed(folder, config) -> dict[int, float]:
     """Its losses in two processes under torchrun alone."""
+    if reason := _missing():
+        pytest.skip(reason)
     return torchrun(folder / "undisturbed", 2, "--config", str(config), "--host")

@@ -25,9 +25,10 @@ def test_two_nodes_with_two_processes_each(cluster, folder, site, config):
 
 def test_a_run_that_always_fails_ends(cluster, folder, site, config):
     flags = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1", "--num-attention-heads", "3")
-    job = submit(cluster, folder / "failing", ("--nodes=1",), flags, PRORES_SITE=str(site))
-    job.wait_for_requeue(1)
-    job.start_again()
+    impatient = folder / "impatient site.sh"
+    impatient.write_text(site.read_text() + "max_stalled=2\n")
+    job = submit(cluster, folder / "failing", ("--nodes=1",), flags, PRORES_SITE=str(impatient))
+    job.wait_for_start(2)
     job.wait_for_state("FAILED")
     assert job.slurm["ExitCode"] == "1:0"
     reason = "exit code 1; 2 starts in a row without a new checkpoint"
@@ -64,7 +65,7 @@ def test_an_array_of_another_user_without_its_environment(cluster, folder, site,
         for index, seed in enumerate((8, 7))
     ]
     for job in jobs:
-        job.wait_for_steps(start=1, steps=1)
+        job.wait_for_steps(1)
     assert [job.slurm["NodeList"] for job in jobs] == ["n[1-2]"] * 2
     assert [job.slurm["JobState"] for job in jobs] == ["RUNNING"] * 2
 
@@ -73,16 +74,15 @@ def test_an_array_of_another_user_without_its_environment(cluster, folder, site,
     assert continued.slurm["JobId"] == number
     cluster.run("scancel", "--signal=USR1", continued.number)
     cluster.run("scancel", cancelled.number)
-    continued.wait_for_requeue(1)
+    continued.wait_for_requeue()
     waiting = cluster.run_as(user, *PRORES, "status", str(continued.folder)).splitlines()[1]
-    assert "pending (BeginTime)" in waiting and f"{continued.starts[0][1]}/100" in waiting
+    assert "pending (BeginTime)" in waiting and f"{continued.starts[1][1]}/100" in waiting
     cancelled.wait_for_state("CANCELLED")
     tracker = cancelled.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.exists(), cancelled.text
-    assert int(tracker.read_text()) >= cancelled.starts[0][1]
+    assert int(tracker.read_text()) >= cancelled.starts[1][1]
 
-    continued.start_again()
-    continued.wait_for_state("COMPLETED")
+    continued.finish()
     assert cancelled.slurm["JobState"] == "CANCELLED"
     curves = [losses(job.folder / "tensorboard") for job in jobs]
     assert curves[1] == {step: undisturbed[step] for step in range(1, 101)}
@@ -114,10 +114,8 @@ def test_deepspeed_continues(cluster, folder, site, config):
     undisturbed = torchrun(folder / "deepspeed alone", 2, *engine, *layout, engine="deepspeed")
     options = ("--nodes=2",)
     job = submit(cluster, folder / "deepspeed", options, (*engine, *layout), engine="deepspeed", PRORES_SITE=str(site))
-    job.wait_for_steps(start=1, steps=3)
+    job.wait_for_steps(3)
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
-    job.wait_for_requeue(1)
-    job.start_again()
-    job.wait_for_state("COMPLETED")
-    assert job.starts[1][0] == job.starts[0][1] > 0
+    job.finish()
+    assert job.starts[2][0] == job.starts[1][1] > 0
     assert losses(job.folder / "tensorboard") == undisturbed
