@@ -183,7 +183,7 @@ class Job:
 
     def wait_for_requeue(self) -> None:
         """Until the latest start is over and the job back in the queue."""
-        self.wait(lambda: self.slurm["Restarts"] == str(max(self.starts, default=0)), "requeue")
+        self.wait(lambda: self.slurm["Restarts"] == str(max(self.starts, default=1)), "requeue")
         self.wait_for_state("PENDING")
 
     def finish(self) -> None:

@@ -15,9 +15,15 @@ def test_interruptions(cluster, folder, site, config, undisturbed):
     options = ("--nodes=2", "--time=1", "--signal=B:USR1@50")
     job = submit(cluster, folder / "a run", options, flags, PRORES_SITE=str(site))
 
-    # The time limit.
+    # The time limit. Slurm looks at the clock twice a minute; until then the run stands still, or it would be over.
+    job.wait(lambda: job.starts.get(1, (0, 0))[1] >= 3 or is_warned(job), "steps")
+    ranks = [pid for pid, command in cluster.processes_on("n1") if "-u -m megatron_prores" in command]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    job.wait(lambda: is_warned(job), "warning")
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
     job.wait_for_requeue()
-    assert "warned by Slurm" in job.text
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
     assert steps_lost(job) == 0
 
@@ -58,6 +64,10 @@ def test_interruptions(cluster, folder, site, config, undisturbed):
 
     cluster.lab("on", "n2")
     cluster.wait_for_node("n2")
+
+
+def is_warned(job: Job) -> bool:
+    return "warned by Slurm" in job.text
 
 
 def steps_lost(job: Job) -> int:
