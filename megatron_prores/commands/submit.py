@@ -146,17 +146,21 @@ def _job(options: argparse.Namespace, folder: Path, flags: tuple[str, ...], runs
 
 def _check_runs(job: script.Job) -> None:
     """What `prores plan` says about every run on so many processes."""
-    from megatron_prores.megatron import launch, screen
+    from megatron_prores.deepspeed import arguments
+    from megatron_prores.megatron import launch
 
-    if job.engine == "deepspeed":
-        screen.say("note: the layout is checked for --engine megatron only")
-        return
+    is_deepspeed = job.engine == "deepspeed"
+    extra = arguments.add_deepspeed_arguments if is_deepspeed else None
     for run in job.runs:
-        args = launch.parse_for_any_machine([*job.flags, *run.flags], lambda parser: parser)
+        argv = [*job.flags, *run.flags]
+        config, defaults = arguments.read(argv) if is_deepspeed else ({}, ())
+        args = launch.parse_for_any_machine(argv, extra, defaults)
         from megatron_prores.megatron.plan import plan
 
         try:
             plan(args, job.nodes * job.processes)
+            if is_deepspeed:
+                arguments.reconcile(args, config)
         except UserError as error:
             where = f"{run.folder.name}: " if job.is_array else ""
             raise UserError("\n".join(where + line for line in str(error).splitlines())) from error

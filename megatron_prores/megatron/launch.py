@@ -95,12 +95,17 @@ def parse(
     return accepted(arguments.parse_and_validate_args, extra_args_provider=provider)
 
 
-def parse_for_any_machine(argv: list[str], extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]):
+def parse_for_any_machine(
+    argv: list[str],
+    extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    defaults: Sequence[str] = (),
+):
     """Megatron's arguments as given, with nothing validated, set or started, for a run that is elsewhere.
 
     Args:
         argv: the command line without the program.
         extra: adds flags of the caller to the parser.
+        defaults: flags that config files and the command line win over.
 
     Raises:
         UserError: a flag, its value or a config file that the parser does not accept.
@@ -118,7 +123,8 @@ def parse_for_any_machine(argv: list[str], extra: Callable[[argparse.ArgumentPar
     from megatron_prores.megatron.arguments import install
 
     install()
-    provider = _give_to_megatron(argv, own.config, _flags_for_this_machine(on_host=True), extra)
+    defaults = [*_flags_for_this_machine(on_host=True), *defaults]
+    provider = _give_to_megatron(argv, own.config, defaults, extra)
     return accepted(arguments.parse_args, extra_args_provider=provider)
 
 

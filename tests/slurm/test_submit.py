@@ -85,6 +85,29 @@ def test_a_layout_that_does_not_fit_is_refused(config, folder):
 
 
 @pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--tensor-model-parallel-size=3",), "num_attention_heads"),
+        (
+            ("--sequence-parallel", "--tensor-model-parallel-size=2"),
+            "--sequence-parallel is not supported under DeepSpeed",
+        ),
+    ],
+)
+def test_deepspeeds_layout_is_checked_too(config, folder, flags, said):
+    options = ("--run", str(folder / "deepspeed"), "--nodes=1", "--processes-per-node=6", "--host", "--dry-run")
+    engine = ("--engine=deepspeed", "--deepspeed_config", str(ROOT / "configs" / "deepspeed" / "zero1.json"))
+    done = subprocess.run(
+        [*PRORES, "submit", *options, *engine, "--config", str(config), *flags],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--nodes=2",), "--run"),
