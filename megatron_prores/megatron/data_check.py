@@ -37,7 +37,7 @@ def check_data(args: argparse.Namespace) -> None:
             "or --eval-iters 0"
         )
     prefixes = {prefix for part in (train, valid) if part for prefix in part[0]}
-    documents = {prefix: _documents(prefix) for prefix in sorted(prefixes)}
+    documents = {prefix: count_documents(prefix) for prefix in sorted(prefixes)}
     if blend:
         for share, what in ((shares[0], "training"), (shares[1] if wanted else None, "validation")):
             for prefix, count in documents.items():
@@ -55,8 +55,12 @@ def _split_shares(args: argparse.Namespace, blend) -> list:
     return convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
 
 
-def _documents(prefix: str) -> int:
-    """The number of documents of a dataset whose two files are there and fit each other."""
+def count_documents(prefix: str) -> int:
+    """The number of documents of a dataset whose two files are there and fit each other.
+
+    Raises:
+        UserError: names the file that is missing or damaged.
+    """
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise UserError(

@@ -126,7 +126,7 @@ def saved_defaults(folder: str, parser: argparse.ArgumentParser, tokenizer_model
     if "Null" in str(defaults.get("tokenizer_type", "Null")):
         raise UserError(
             f"{folder} was trained on token ids without a text tokenizer ({defaults.get('tokenizer_type')}): "
-            "there is no text to generate"
+            "there is no text"
         )
     _check_tokenizer(defaults, chosen=bool(tokenizer_model))
     return defaults
@@ -201,12 +201,28 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
     Raises:
         UserError: the checkpoint does not fit or cannot be read.
     """
+    from megatron.training import training
+
+    from megatron_prores.megatron import driver
+
+    model = build_model(args)
+    args.iteration, _ = training.load_checkpoint(model, None, None)
+    driver.bind(model)
+    return model[0].eval()
+
+
+def build_model(args: argparse.Namespace) -> list[torch.nn.Module]:
+    """The model that validated arguments describe, in this process; its weights are yet to come.
+
+    Raises:
+        UserError: Megatron or this package does not accept the arguments.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_prores.megatron import driver, gpt
+    from megatron_prores.megatron import gpt
     from megatron_prores.megatron.arguments import validate_prores_arguments
 
     gpt.refuse_unsupported(args)
@@ -214,11 +230,8 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
     launch.accepted(training.initialize_megatron, get_embedding_ranks=gpt.embedding_ranks)
     config = launch.accepted(gpt_config_from_args, args)
     launch.accepted(config.finalize)
-    model = launch.accepted(
+    return launch.accepted(
         GPTModelBuilder(config).build_distributed_models,
         ProcessGroupCollection.use_mpu_process_groups(),
         wrap_with_ddp=False,
     )
-    args.iteration, _ = training.load_checkpoint(model, None, None)
-    driver.bind(model)
-    return model[0].eval()
