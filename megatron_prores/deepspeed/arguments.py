@@ -93,6 +93,7 @@ _UNSUPPORTED = {
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "decoupled_lr": "--decoupled-lr",
     "reset_attention_mask": "--reset-attention-mask",
+    "prores_probe_interval": "--prores-probe-interval",
     "multi_latent_attention": "--multi-latent-attention",
 }
 

@@ -60,6 +60,14 @@ def add_prores_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         action="store_true",
         help="resume although the checkpoint was trained with another schedule or T",
     )
+    group.add_argument(
+        "--prores-probe-interval",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N iterations, and before the first and after the last, record each layer's activation norm and "
+        "residual output for one validation microbatch in --tensorboard-dir (default: 0, off)",
+    )
     return parser
 
 
@@ -120,6 +128,35 @@ def validate_prores_arguments(args: argparse.Namespace) -> None:
         raise UserError(
             f"--prores-norm {norm} needs norms that are not fused into the linear layers: use --transformer-impl local"
         )
+
+
+def validate_probe(args: argparse.Namespace) -> None:
+    """Refuse runs that `--prores-probe-interval` cannot look into.
+
+    Raises:
+        UserError: names the flag to change.
+    """
+    interval = getattr(args, "prores_probe_interval", 0)
+    if interval < 0:
+        raise UserError(f"--prores-probe-interval must be 0 (off) or more, not {interval}")
+    if not interval:
+        return
+    if not args.tensorboard_dir:
+        raise UserError("--prores-probe-interval needs --tensorboard-dir, the folder that it writes to")
+    if not args.eval_iters and not args.full_validation:
+        raise UserError("--prores-probe-interval needs validation data: give --eval-iters 1 or more")
+    unsupported = {
+        "--context-parallel-size above 1": args.context_parallel_size > 1,
+        "CUDA graphs (--cuda-graph-impl)": args.cuda_graph_impl != "none",
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
+        "--multiple-validation-sets": args.multiple_validation_sets,
+        "--dataloader-type external": args.dataloader_type == "external",
+    }
+    for flag, given in unsupported.items():
+        if given:
+            raise UserError(f"--prores-probe-interval does not support {flag}: remove one of them")
 
 
 def is_stock(schedule: str, norm: str) -> bool:

@@ -90,6 +90,8 @@ def check_settings(args) -> None:
     Raises:
         UserError: names the flag.
     """
+    from megatron_prores.megatron.arguments import validate_probe
+
     if not args.train_iters and not args.train_samples and not args.skip_train:
         raise UserError("the run has no length: give --train-iters or --train-samples")
     if args.eval_iters and not args.eval_interval:
@@ -99,6 +101,7 @@ def check_settings(args) -> None:
     for name in ("log_interval", "tensorboard_log_interval"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
+    validate_probe(args)
     if not 0 < args.seed < 2**31:
         raise UserError(f"--seed must be above 0 and below 2**31, not {args.seed}")
     if args.transformer_impl == "local" and (args.fp8 or getattr(args, "fp4", None)):

@@ -59,6 +59,12 @@ def install() -> None:
         setattr(training, name, functools.wraps(original)(wrap(original)))
 
 
+def exclude(seconds: float) -> None:
+    """Leave time out of the training time that lines are about; nothing where no lines are printed."""
+    if _progress is not None:
+        _progress.exclude(seconds)
+
+
 def _restart_before(train: Callable) -> Callable:
     def wrapper(*positional, **kwargs):
         args, coefficients = get_args(), driver.stage_coefficients()
