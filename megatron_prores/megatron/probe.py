@@ -12,7 +12,6 @@ A run that does not ask for probes has none of this: no wrapped function in its 
 import copy
 import functools
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,8 +120,14 @@ class _Microbatch:
             raise UserError("--prores-probe-interval needs validation data: give a --split with a second part")
 
     def iterators(self) -> list[Iterator[dict] | None]:
-        """One for each model chunk. Their batches are copies, because a forward step may take a batch apart."""
-        return [batch and (dict(batch) for _ in itertools.repeat(None)) for batch in self._batches]
+        """One for each model chunk."""
+        return [None if batch is None else _copies(batch) for batch in self._batches]
+
+
+def _copies(batch: dict) -> Iterator[dict]:
+    """A forward step may take its batch apart."""
+    while True:
+        yield dict(batch)
 
 
 def _first(arrays: list[np.ndarray | None]) -> np.ndarray | None:
