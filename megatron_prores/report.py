@@ -18,7 +18,7 @@ from megatron_prores.schedule import Schedule
 
 LOSS_TAG = "lm loss"
 VALIDATION_TAG = "lm loss validation"
-_ALPHA_TAG = re.compile(r"prores/alpha/layer_(\d+)")
+GRAD_NORM_TAG = "grad-norm"
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values, of the same length."""
@@ -77,6 +77,24 @@ def read_scalars(tensorboard_dir: str | Path) -> Scalars:
     return scalars
 
 
+def training_loss(scalars: Scalars) -> Series:
+    """Steps and losses of a run.
+
+    Raises:
+        UserError: it logged none.
+    """
+    if LOSS_TAG not in scalars:
+        found = ", ".join(sorted(scalars)[:5]) or "nothing"
+        raise UserError(f"the event files hold no scalar named {LOSS_TAG!r}, only: {found}")
+    return scalars[LOSS_TAG]
+
+
+def layer_series(scalars: Scalars, name: str) -> dict[int, Series]:
+    """What a run logged as `prores/<name>/layer_NNN`, by layer: "alpha" or "activation_norm"."""
+    matches = ((re.fullmatch(rf"prores/{name}/layer_(\d+)", tag), series) for tag, series in scalars.items())
+    return {int(match[1]): series for match, series in matches if match}
+
+
 def draw_schedule(schedule: Schedule, train_iters: int | None, path: str | Path) -> None:
     """alpha of every layer over the optimizer steps, with marks at W and at the end of the run.
 
@@ -108,8 +126,8 @@ def draw_schedule(schedule: Schedule, train_iters: int | None, path: str | Path)
     layers = "1 layer" if schedule.num_layers == 1 else f"{schedule.num_layers} layers"
     axes.set_title(f"ProRes {schedule}, {layers}", pad=26)
     axes.set_xlim(0.0, end)
-    _step_axis(axes)
-    _save(figure, path)
+    step_axis(axes)
+    save_figure(figure, path)
 
 
 def draw_run(scalars: Scalars, path: str | Path) -> None:
@@ -123,19 +141,16 @@ def draw_run(scalars: Scalars, path: str | Path) -> None:
         UserError: the run logged no training loss, or the file cannot be written.
     """
     check_png_path(path)
-    if LOSS_TAG not in scalars:
-        found = ", ".join(sorted(scalars)[:5]) or "nothing"
-        raise UserError(f"the event files hold no scalar named {LOSS_TAG!r}, only: {found}")
-    matches = ((_ALPHA_TAG.fullmatch(tag), series) for tag, series in scalars.items())
-    alphas = {int(match[1]): series for match, series in matches if match}
+    training_loss(scalars)
+    alphas = layer_series(scalars, "alpha")
 
     figure = Figure(figsize=(9, 7 if alphas else 4.5), layout="constrained")
     panels = figure.subplots(2 if alphas else 1, 1, sharex=True, squeeze=False)[:, 0]
     _losses(panels[0], scalars)
     if alphas:
         _alpha_lines(panels[1], alphas)
-    _step_axis(panels[-1])
-    _save(figure, path)
+    step_axis(panels[-1])
+    save_figure(figure, path)
 
 
 def _losses(axes: Axes, scalars: Scalars) -> None:
@@ -185,14 +200,20 @@ def _alpha_lines(axes: Axes, series: dict[int, Series]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes) -> None:
+    """Name and number an x axis of optimizer steps."""
     axes.set_xlabel("optimizer steps")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     # Plain numbers up to where they would run into each other.
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}" if step < 1e8 else f"{step:.3g}"))
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a PNG file; it is replaced as a whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     path = Path(path)
     # In the same directory, so that the replacement is one rename. A Figure made without pyplot draws PNGs with Agg,
     # whatever the display and MPLBACKEND are.

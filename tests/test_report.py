@@ -88,8 +88,11 @@ def test_command(tmp_path, capsys):
     write(tmp_path / "run", a_run(24), start=0)
     png = tmp_path / "run.png"
     prores(["report", "--tensorboard-dir", str(tmp_path / "run"), "--png", str(png)])
-    assert capsys.readouterr().out == f"{png}: 50 steps, loss of step 50 0.2000\n"
+    spikes = "spike score (share of steps 7 standard deviations off the 1000 before): loss 0%"
+    assert capsys.readouterr().out == f"{png}: 50 steps, loss of step 50 0.2000\n{spikes}\n"
     assert min(picture_size(png)) > 400
+    prores(["report", "--tensorboard-dir", str(tmp_path / "run")])
+    assert capsys.readouterr().out == f"{tmp_path / 'run'}: 50 steps, loss of step 50 0.2000\n{spikes}\n"
     assert sorted(os.listdir(tmp_path)) == ["run", "run.png"]
 
 
