@@ -456,9 +456,12 @@ def test_wrong_schedules_are_refused_and_leave_no_trace():
         ("linear", -1): "positive number of steps",
         (Schedule("linear", 4),): "schedule is for 4 layers; the model has 3",
         (Schedule("linear", 3), 10): "give the ProRes warm-up once",
+        (None,): "schedule must be a name or a Schedule, not a NoneType",
     }.items():
         with pytest.raises(UserError, match=message):
             attach(model, *arguments)
+    with pytest.raises(UserError, match="needs a torch module, not a str"):
+        attach("model")
     assert hooks(model) == inside
 
 

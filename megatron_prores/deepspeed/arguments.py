@@ -123,13 +123,7 @@ def reconcile(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any
     _settle(config, "gradient_clipping", args.clip_grad, "--clip-grad")
     if "scheduler" in config:
         raise UserError('"scheduler" in the DeepSpeed config: the learning rate follows Megatron\'s flags, remove it')
-    params = config.get("optimizer", {}).get("params", {})
-    for key, value in (("lr", args.lr), ("weight_decay", args.weight_decay)):
-        if params.get(key, value) != value:
-            raise UserError(
-                f'"{key}": {params[key]} of "optimizer" in the DeepSpeed config contradicts --{key.replace("_", "-")}, '
-                f"which makes it {value}: leave it out of the config"
-            )
+    _settle_optimizer(args, config)
     if args.finetune and config.get("zero_optimization", {}).get("stage") == 3:
         raise UserError(
             "--finetune does not work with ZeRO stage 3, from which DeepSpeed loads weights only as a whole"
@@ -147,6 +141,28 @@ def _settle(config: dict[str, Any], key: str, value: float, flag: str) -> None:
             f'"{key}": {config[key]} in the DeepSpeed config contradicts {flag}, which makes it {value}: '
             "leave it out of the config"
         )
+
+
+def _settle_optimizer(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Where the config names an optimizer, its settings are those of Megatron's flags."""
+    if "optimizer" not in config:
+        return
+    params = {**config["optimizer"].get("params", {})}
+    is_adam = str(config["optimizer"].get("type")).lower() in ("adam", "adamw")  # others may not know these
+    for key, value, flags in (
+        ("lr", args.lr, "--lr"),
+        ("weight_decay", args.weight_decay, "--weight-decay"),
+        ("betas", [args.adam_beta1, args.adam_beta2], "--adam-beta1 and --adam-beta2"),
+        ("eps", args.adam_eps, "--adam-eps"),
+    ):
+        if is_adam:
+            params.setdefault(key, value)
+        if params.get(key, value) != value:
+            raise UserError(
+                f'"{key}": {params[key]} of "optimizer" in the DeepSpeed config contradicts {flags}, '
+                f"which makes it {value}: leave it out of the config"
+            )
+    config["optimizer"] = {**config["optimizer"], "params": params}
 
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:

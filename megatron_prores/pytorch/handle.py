@@ -37,9 +37,13 @@ def attach(
         example: arguments of a forward if the model does not run on token ids alone: a tuple or a dict of keywords.
 
     Raises:
-        UserError: ProRes is attached already, the residual structure is not recognised (the message says what was
-            looked for and found), or the schedule does not fit.
+        UserError: the model is not a module, ProRes is attached already, the residual structure is not recognised (the
+            message says what was looked for and found), or the schedule does not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"attach needs a torch module, not a {type(model).__name__}")
+    if not isinstance(schedule, str | Schedule):
+        raise UserError(f"schedule must be a name or a Schedule, not a {type(schedule).__name__}")
     model = _unwrapped(model)
     if any(_hooks(module) for module in model.modules()):
         raise UserError(f"ProRes is attached to this {type(model).__name__} already: detach() it first")

@@ -236,6 +236,7 @@ REFUSED = {
     ),
     "scheduler": ((), {"scheduler": {"type": "WarmupLR"}}, "the learning rate follows Megatron's flags"),
     "learning rate": ((), {"optimizer": {"params": {"lr": 0.5}}}, "contradicts --lr"),
+    "betas": ((), {"optimizer": {"params": {"betas": [0.8, 0.99]}}}, "contradicts --adam-beta1 and --adam-beta2"),
     "query norms": ((*TP2, "--qk-layernorm"), {}, "--qk-layernorm with --tensor-model-parallel-size"),
     "fine-tuning": (("--finetune",), {"zero_optimization": {"stage": 3}}, "--finetune does not work with ZeRO stage 3"),
     "half precision": (("--bf16",), {}, "other updates in bf16 without ZeRO"),
