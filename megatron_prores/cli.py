@@ -17,6 +17,8 @@ COMMANDS = {
     "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
     "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
     "generate": ("generate", "sample text from a checkpoint"),
+    "evaluate": ("evaluate", "compute a checkpoint's perplexity on a held-out set"),
+    "compare": ("compare", "train arms from several seeds, all else equal, and report what differs"),
     "doctor": ("doctor", "print versions and what was built, and check the operators on this machine"),
 }
 

@@ -42,7 +42,7 @@ def config_arguments(
     merged: dict[str, tuple[argparse.Action, Any]] = {}
     for path in paths:
         seen: dict[str, str] = {}
-        for key, value in _read(path).items():
+        for key, value in read_mapping("--config", path).items():
             action = _find(parser, str(key), path)
             if action.dest in seen:
                 raise UserError(f"{path}: {key} and {seen[action.dest]} are the same flag: keep one")
@@ -63,11 +63,19 @@ def excluded(parser: argparse.ArgumentParser, action: argparse.Action) -> set[st
     return {other.dest for group in groups for other in group if other is not action}
 
 
-def _read(path: str) -> dict:
+def read_mapping(flag: str, path: str) -> dict:
+    """A YAML file whose top level is a mapping, in which no key stands twice.
+
+    Args:
+        flag: that named the file, for the message.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or holds something else.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         content = yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -75,7 +83,7 @@ def _read(path: str) -> dict:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{path} must be a mapping of flag names to values, not a {type(content).__name__}")
+        raise UserError(f"{path} must be a mapping of names to values, not a {type(content).__name__}")
     return content
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_prores.data.optional import quiet, require
+from megatron_prores.data.optional import quiet
 from megatron_prores.data.parallel import encode_documents
 from megatron_prores.data.sources import Corpus, Document
 from megatron_prores.data.staging import publish, staging
@@ -187,6 +187,7 @@ def _step(report: Report, name: str) -> Iterator[None]:
 
 
 def _progress(what: str, total: int | None):
-    tqdm = require("tqdm").tqdm
+    from tqdm import tqdm
+
     # disable=None: no bar where stderr is a file.
     return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None, leave=False, file=sys.stderr)

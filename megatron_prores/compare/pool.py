@@ -1,0 +1,88 @@
+"""All runs of a comparison, as many at a time as there are devices for."""
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from megatron_prores.compare.runs import Run, RunFailed, carry_out, stop
+
+
+def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], length: int, say: Callable[[str], None]) -> list:
+    """Carry out what is not finished, in the order given.
+
+    What a run computes does not depend on how many run beside it: each has processes, threads and a folder of its own.
+
+    Args:
+        slots: variables of the processes that can run at a time, one mapping for each run beside the others.
+        length: iterations of a run, for the progress bar.
+        say: is told of every run that ends.
+
+    Returns:
+        The messages of the runs that failed.
+    """
+    waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
+    for run in runs:
+        if not run.is_finished():
+            waiting.put(run)
+    failures: list[str] = []
+
+    def tell(line: str) -> None:
+        with tqdm.external_write_mode():  # not into the bar
+            say(line)
+
+    with _processes() as (start, stopped):
+
+        def work(slot: Mapping[str, str]) -> None:
+            while not stopped.is_set():
+                try:
+                    run = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                began = time.monotonic()
+                try:
+                    carry_out(run, slot, start)
+                    tell(f"{run.name}: done in {_minutes(time.monotonic() - began)}")
+                except RunFailed as error:
+                    if not stopped.is_set():
+                        failures.append(str(error))
+                        tell(f"failed: {error}")
+
+        threads = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in slots]
+        for thread in threads:
+            thread.start()
+        for _ in _watch(threads, runs, length):
+            pass
+    return failures
+
+
+def _watch(threads: Iterable[threading.Thread], runs: Sequence[Run], length: int) -> Iterator[None]:
+    """A bar of all runs' iterations, until the threads have ended."""
+    before = sum(length if run.is_finished() else run.step() for run in runs)
+    with tqdm(total=length * len(runs), initial=before, unit="step", disable=None, desc="training") as bar:
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.5)
+            now = sum(length if run.is_finished() else run.step() for run in runs)
+            bar.update(max(0, now - bar.n))
+            yield
+
+
+@contextmanager
+def _processes() -> Iterator[tuple[Callable[[subprocess.Popen], None], threading.Event]]:
+    """A register of what runs; whatever ends the block early ends those processes."""
+    running: list[subprocess.Popen] = []
+    stopped = threading.Event()
+    try:
+        yield running.append, stopped
+    finally:
+        stopped.set()
+        for process in running:
+            stop(process)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
