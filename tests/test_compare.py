@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_prores.compare.arms import Arm, groups, read_arms
-from megatron_prores.compare.page import sentences, write_report
+from megatron_prores.compare.page import write_report
 from megatron_prores.compare.plan import check_flags
 from megatron_prores.compare.results import common_steps, read_results
 from megatron_prores.compare.runs import read_curves, write_curves
 from megatron_prores.compare.statistics import Estimate, paired_difference, verdict
+from megatron_prores.compare.wording import sentences
 from megatron_prores.errors import UserError
 
 

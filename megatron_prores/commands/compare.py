@@ -53,14 +53,14 @@ def main(argv: list[str]) -> None:
         UserError: an arm could not be trained, or --output holds a comparison with other settings.
     """
     options, flags = _parser().parse_known_args(argv)
-    from megatron_prores.compare import arms, page, results
+    from megatron_prores.compare import arms, page, results, wording
 
     compared = arms.read_arms(options.arms)
     output = Path(options.output).resolve()
     failures = [] if options.report_only else _train(argv, options, flags, compared, output)
     finished = results.read_results(compared, output)
     path = page.write_report(finished, output)
-    for line in [*page.sentences(finished), f"report: {path}", *(f"failed: {failure}" for failure in failures)]:
+    for line in [*wording.sentences(finished), f"report: {path}", *(f"failed: {failure}" for failure in failures)]:
         _say(line)
     if failures:
         sys.exit(1)

@@ -14,6 +14,7 @@ import yaml
 from megatron_prores.compare.figures import Picture, pictures
 from megatron_prores.compare.results import GRAD_NORM_TAG, ArmResult, write_tables
 from megatron_prores.compare.statistics import Estimate
+from megatron_prores.compare.wording import perplexity, sentences, signed_with_interval, with_interval
 from megatron_prores.report import LOSS_TAG
 
 COMMAND_FILE = "command.txt"
@@ -97,53 +98,6 @@ def write_report(results: Sequence[ArmResult], output: Path) -> Path:
     return page
 
 
-def sentences(results: Sequence[ArmResult]) -> Iterable[str]:
-    """What came out, arm by arm, in plain words."""
-    for result in results:
-        name, loss = result.arm.name, result.loss
-        for run in result.diverged:
-            yield f"{name}, seed {run.seed}: diverged after step {run.last_step}; not in the means"
-        if not loss.values:
-            continue
-        if result.difference is None:
-            yield f"{name}: loss {_with_interval(loss)}, perplexity {_perplexity(loss)}"
-            continue
-        yield (f"{name}: loss {_with_interval(loss)}, perplexity {_perplexity(loss)}; {_against(result)}")
-
-
-def _against(result: ArmResult) -> str:
-    difference, versus, count = result.difference, result.arm.versus, len(result.difference.values)
-    if not count:
-        return f"no seed to compare with {versus}"
-    amount = f"{abs(difference.mean):.4f}"
-    direction = "below" if difference.mean < 0 else "above"
-    text = f"{amount} {direction} {versus}"
-    if count == 1:
-        return f"{text} from one seed, whose noise is unknown"
-    interval = f"95%: {_signed(difference.interval[0])} to {_signed(difference.interval[1])}"
-    if not difference.excludes_zero:
-        return f"{text} ({interval}), which is within the noise of {count} seeds"
-    same_sign = all((value < 0) == (difference.mean < 0) for value in difference.values)
-    return f"{text} ({interval}){f', in each of {count} seeds' * same_sign}"
-
-
-def _with_interval(estimate: Estimate) -> str:
-    return f"{estimate.mean:.4f}" + (f" ± {estimate.half_width:.4f}" if math.isfinite(estimate.half_width) else "")
-
-
-def _perplexity(loss: Estimate) -> str:
-    """exp(mean loss), and what the loss's interval becomes."""
-    mean = f"{math.exp(min(loss.mean, 700)):.2f}"
-    if not math.isfinite(loss.half_width):
-        return mean
-    low, high = (math.exp(min(end, 700)) for end in loss.interval)
-    return f"{mean} ({low:.2f} to {high:.2f})"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}"
-
-
 _COLUMNS = (
     *("arm", "seeds", "loss (nats per token)", "perplexity", "bits per byte", "difference to baseline", "verdict"),
     *("spike score of the loss", "spike score of the gradient norm", "seconds per step"),
@@ -163,10 +117,10 @@ def _row(result: ArmResult) -> str:
     cells = [
         result.arm.name,
         seeds,
-        _or_dash(result.loss, _with_interval),
-        _or_dash(result.loss, _perplexity),
-        _or_dash(bits, _with_interval),
-        "-" if difference is None else _or_dash(difference, _signed_with_interval),
+        _or_dash(result.loss, with_interval),
+        _or_dash(result.loss, perplexity),
+        _or_dash(bits, with_interval),
+        "-" if difference is None else _or_dash(difference, signed_with_interval),
         result.verdict,
         _percent(result, lambda run: run.spikes(LOSS_TAG)),
         _percent(result, lambda run: run.spikes(GRAD_NORM_TAG)),
@@ -183,10 +137,6 @@ def _cell(text: str, index: int, kinds: dict[int, str]) -> str:
 
 def _or_dash(estimate: Estimate, text) -> str:
     return text(estimate) if estimate.values and math.isfinite(estimate.mean) else "-"
-
-
-def _signed_with_interval(estimate: Estimate) -> str:
-    return _signed(estimate.mean) + (f" ± {estimate.half_width:.4f}" if math.isfinite(estimate.half_width) else "")
 
 
 def _percent(result: ArmResult, value) -> str:

@@ -1,0 +1,58 @@
+"""What came out of a comparison, in words and in numbers with their intervals."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_prores.compare.results import ArmResult
+from megatron_prores.compare.statistics import Estimate
+
+
+def sentences(results: Sequence[ArmResult]) -> Iterable[str]:
+    """What came out, arm by arm, in plain words."""
+    for result in results:
+        name, loss = result.arm.name, result.loss
+        for run in result.diverged:
+            yield f"{name}, seed {run.seed}: diverged after step {run.last_step}; not in the means"
+        if not loss.values:
+            continue
+        if result.difference is None:
+            yield f"{name}: loss {with_interval(loss)}, perplexity {perplexity(loss)}"
+            continue
+        yield f"{name}: loss {with_interval(loss)}, perplexity {perplexity(loss)}; {_against(result)}"
+
+
+def _against(result: ArmResult) -> str:
+    difference, versus, count = result.difference, result.arm.versus, len(result.difference.values)
+    if not count:
+        return f"no seed to compare with {versus}"
+    amount = f"{abs(difference.mean):.4f}"
+    direction = "below" if difference.mean < 0 else "above"
+    text = f"{amount} {direction} {versus}"
+    if count == 1:
+        return f"{text} from one seed, whose noise is unknown"
+    interval = f"95%: {_signed(difference.interval[0])} to {_signed(difference.interval[1])}"
+    if not difference.excludes_zero:
+        return f"{text} ({interval}), which is within the noise of {count} seeds"
+    same_sign = all((value < 0) == (difference.mean < 0) for value in difference.values)
+    return f"{text} ({interval}){f', in each of {count} seeds' * same_sign}"
+
+
+def with_interval(estimate: Estimate) -> str:
+    return f"{estimate.mean:.4f}" + (f" ± {estimate.half_width:.4f}" if math.isfinite(estimate.half_width) else "")
+
+
+def perplexity(loss: Estimate) -> str:
+    """exp(mean loss), and what the loss's interval becomes."""
+    mean = f"{math.exp(min(loss.mean, 700)):.2f}"
+    if not math.isfinite(loss.half_width):
+        return mean
+    low, high = (math.exp(min(end, 700)) for end in loss.interval)
+    return f"{mean} ({low:.2f} to {high:.2f})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}"
+
+
+def signed_with_interval(estimate: Estimate) -> str:
+    return _signed(estimate.mean) + (f" ± {estimate.half_width:.4f}" if math.isfinite(estimate.half_width) else "")
