@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": ("generate", "sample text from a checkpoint"),
     "evaluate": ("evaluate", "compute a checkpoint's perplexity on a held-out set"),
     "compare": ("compare", "train arms from several seeds, all else equal, and report what differs"),
+    "export": ("export", "write a checkpoint as a Hugging Face model, its alphas in the weights"),
+    "import": ("import_", "turn a Hugging Face model into a checkpoint to continue from"),
     "doctor": ("doctor", "print versions and what was built, and check the operators on this machine"),
 }
 

@@ -135,7 +135,7 @@ def _explained(load: Callable) -> Callable:
         except UserError:
             raise
         except SystemExit as error:  # how Megatron ends without a checkpoint, or without the name of one
-            folder = get_args().load
+            folder = _source(get_args())
             raise UserError(
                 f"there is no checkpoint to load in {folder}: its latest_checkpointed_iteration.txt is missing or does "
                 f"not name an iteration{_advice(folder, sys.maxsize)}"
@@ -143,11 +143,12 @@ def _explained(load: Callable) -> Callable:
         except AssertionError as error:  # how Megatron says that the checkpoint is another run's
             scheduler = "OptimizerParamScheduler" in str(error)
             hint = "; --override-opt-param-scheduler takes this run's learning-rate schedule" if scheduler else ""
+            folder = _source(get_args())
             raise UserError(
-                f"this run differs from the one that saved the checkpoint in {get_args().load}: {reason(error)}{hint}"
+                f"this run differs from the one that saved the checkpoint in {folder}: {reason(error)}{hint}"
             ) from error
         except DAMAGE as error:
-            folder = get_args().load
+            folder = _source(get_args())
             iteration = checkpointing.get_loaded_iteration()
             raise UserError(
                 f"the checkpoint of iteration {iteration} in {folder} cannot be loaded ({reason(error)})"
@@ -177,13 +178,19 @@ def _norms_compared() -> Iterator[None]:
 
 
 def _tell_loaded(args: argparse.Namespace, iteration: int) -> None:
-    found = checkpointing.get_loaded_iteration() or -1  # a finetuning run starts at iteration 0 all the same
-    if args.rank != 0 or not args.load:
+    found = checkpointing.get_loaded_iteration()  # a finetuning run starts at iteration 0 all the same
+    if args.rank != 0 or not (args.load or args.pretrained_checkpoint):
         return
-    if found > 0:
-        say(f"loaded checkpoint of iteration {found} from {args.load}")
+    if found is not None and found >= 0:
+        say(f"loaded checkpoint of iteration {found} from {_source(args)}")
     elif not iteration:
         say(f"no checkpoint in {args.load} yet: starting from random weights")
+
+
+def _source(args: argparse.Namespace) -> str:
+    """Where Megatron loads from: `--pretrained-checkpoint` is for runs that have no checkpoint of their own yet."""
+    own = checkpointing.checkpoint_exists(args.load) or not args.pretrained_checkpoint
+    return args.load if own else args.pretrained_checkpoint
 
 
 def _advice(folder: str | None, failed: int) -> str:

@@ -1,0 +1,1 @@
+"""Megatron checkpoints as Hugging Face models, and back."""
