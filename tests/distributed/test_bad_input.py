@@ -71,6 +71,12 @@ MISTAKES = {
         {"data-path": None, "split": None, "valid-data-path": ["x"]},
         ["no data to train on", "--train-data-path"],
     ),
+    "probes without validation data": (
+        ["--prores-probe-interval", "2", "--eval-iters", "0"],
+        {},
+        ["--prores-probe-interval needs validation data", "--eval-iters 1 or more"],
+    ),
+    "probe interval below 0": (["--prores-probe-interval=-1"], {}, ["--prores-probe-interval must be 0", "-1"]),
     "batch-size ramp-up": (["--rampup-batch-size", "2", "2", "16"], {}, ["--rampup-batch-size", "not supported"]),
     "key that acts too early": ([], {"verbose": True}, ["verbose", "command line"]),
 }

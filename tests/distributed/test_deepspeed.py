@@ -249,6 +249,7 @@ REFUSED = {
     "DeepSpeed's own key": ((), {"zero_optimization": {"stag": 1}}, "DeepSpeed does not accept this"),
     "Megatron's optimizer": (("--use-distributed-optimizer",), {}, '"zero_optimization"'),
     "sequence parallel": ((*TP2, "--sequence-parallel"), {}, "--sequence-parallel is not supported"),
+    "probes": (("--prores-probe-interval", "2"), {}, "--prores-probe-interval is not supported under DeepSpeed"),
 }
 
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import environment, pretrain, run
+from runs import environment, pretrain
 
 from megatron_prores.probe_files import FOLDER, probe_files, read_probe, read_probes
 from megatron_prores.report import layer_series, read_scalars
@@ -133,12 +133,3 @@ def test_stock_layers_and_mock_data(tmp_path, data):
     assert probes.steps.tolist() == [0, 2] and probes.norms.shape == (2, 6)
     assert np.isfinite(probes.norms).all() and np.isfinite(probes.cosines).all()
     assert (np.diff(probes.norms[0]) > 0).all()  # every layer adds to the stream
-
-
-def test_what_a_probe_needs_is_said_in_a_line(tmp_path, data):
-    for name, flags in {
-        "needs validation data": ("--eval-iters", "0"),
-        "must be 0 (off) or more, not -1": ("--prores-probe-interval", "-1"),
-    }.items():
-        refused = run(tmp_path / flags[0], *PROBES, *flags, config=data)
-        assert refused.returncode == 2 and len(refused.error_lines) == 1 and name in refused.error_lines[0]
