@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_layer import BATCH, GPT2, HIDDEN, LAYERS, LLAMA, SEQ, batch, build, warm_up, world_of_one  # noqa: F401
+from test_layer import BATCH, HIDDEN, LAYERS, MODELS, SEQ, batch, build, warm_up, world_of_one  # noqa: F401
 
 from megatron_prores.megatron.layer_outputs import LayerOutputs, merged, sample_tokens
 from megatron_prores.megatron.spec import prores_layer_spec, stock_layer_spec
@@ -48,12 +48,12 @@ def residuals(probe):
     return probe.directions * probe.magnitudes[..., None].astype(np.float64)
 
 
-@pytest.mark.parametrize("flags", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm", ["pre", "sandwich", "lns", "stock"])
-def test_against_what_a_layer_adds_to_the_stream(norm, flags):
+def test_against_what_a_layer_adds_to_the_stream(norm, name):
     """alpha times the residual output is the difference that a layer makes."""
     stock = norm == "stock"
-    model = build(stock_layer_spec if stock else lambda config: prores_layer_spec(config, norm=norm), **flags)
+    model = build(stock_layer_spec if stock else lambda config: prores_layer_spec(config, norm=norm), **MODELS[name])
     alphas = [1.0] * LAYERS if stock else warm_up(model, T=2, step=1)
     records, inputs, outputs = recorded(model)
     probe = merged([records], SAMPLED, np.zeros((BATCH, SEQ)))
