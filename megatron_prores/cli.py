@@ -17,7 +17,7 @@ COMMANDS = {
     "prepare-data": ("prepare_data", "turn text into Megatron's indexed dataset"),
     "report": ("report", "draw a run's loss and alpha from its TensorBoard logs"),
     "generate": ("generate", "sample text from a checkpoint"),
-    "evaluate": ("evaluate", "compute a checkpoint's perplexity on a held-out set"),
+    "evaluate": ("evaluate", "compute a model's perplexity on a held-out set, or its scores on tasks"),
     "compare": ("compare", "train arms from several seeds, all else equal, and report what differs"),
     "export": ("export", "write a checkpoint as a Hugging Face model, its alphas in the weights"),
     "import": ("import_", "turn a Hugging Face model into a checkpoint to continue from"),
