@@ -1,6 +1,7 @@
 """How the package says that what it was given cannot be used."""
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 
@@ -13,6 +14,7 @@ def run_and_exit(main: Callable[[], None]) -> None:
     """Run `main`; a `UserError` becomes a line on stderr (or a few) and exit code 2, and Ctrl-C exit code 130."""
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr, flush=True)
@@ -24,6 +26,9 @@ def run_and_exit(main: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's exit would complain
+        sys.exit(141)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_prores.compare.results import GRAD_NORM_TAG, ArmResult, common_steps
+from megatron_prores.compare.results import ArmResult, common_steps
 from megatron_prores.heat_map import alpha_of_layers, colour_scale, draw_heat_map
 from megatron_prores.probe_files import probe_files, read_probes
-from megatron_prores.report import LOSS_TAG, VALIDATION_TAG, Series
+from megatron_prores.report import GRAD_NORM_TAG, LOSS_TAG, VALIDATION_TAG, Series
 
 ACTIVATION_NORMS = "Activation norms"
 COSINES = "Residual outputs against those of the last step"

@@ -12,10 +12,10 @@ from pathlib import Path
 import yaml
 
 from megatron_prores.compare.figures import Picture, pictures
-from megatron_prores.compare.results import GRAD_NORM_TAG, ArmResult, write_tables
+from megatron_prores.compare.results import ArmResult, write_tables
 from megatron_prores.compare.statistics import Estimate
 from megatron_prores.compare.wording import perplexity, sentences, signed_with_interval, with_interval
-from megatron_prores.report import LOSS_TAG
+from megatron_prores.report import GRAD_NORM_TAG, LOSS_TAG
 
 COMMAND_FILE = "command.txt"
 """In --output."""

@@ -14,10 +14,9 @@ from megatron_prores.compare.arms import Arm
 from megatron_prores.compare.runs import FINISHED, read_curves
 from megatron_prores.compare.statistics import Estimate, paired_difference, verdict
 from megatron_prores.errors import UserError
-from megatron_prores.report import LOSS_TAG, VALIDATION_TAG, Scalars, Series
+from megatron_prores.report import GRAD_NORM_TAG, LOSS_TAG, VALIDATION_TAG, Scalars, Series
 from megatron_prores.spikes import spike_score
 
-GRAD_NORM_TAG = "grad-norm"
 SECONDS_TAG = "iteration-time"
 
 
