@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch_scripts/environment.sh
-make_environment hf,deepspeed,dev
+make_environment hf,deepspeed,eval,dev
 export OMP_NUM_THREADS=1
 
 if [ $# -gt 0 ]; then

@@ -28,17 +28,22 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: an option is out of range, there is no such model or task, or a task's data are not on this machine.
     """
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    _check(options, names)
+    _check(options)
+    if not (Path(options.model) / "config.json").is_file():
+        raise UserError(
+            f"--model {options.model} is no Hugging Face model: it holds no config.json (see prores export)"
+        )
+    names = _names(options)
     for variable in _OFFLINE:  # read when these libraries are imported
         os.environ.setdefault(variable, "1")
     if not options.verbose:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
     import lm_eval
     import torch
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=options.include_path)
+    manager = _task_manager(options.include_path, names)
     _check_tasks(manager, names)
     try:
         results = lm_eval.simple_evaluate(
@@ -75,11 +80,12 @@ def exported(options: argparse.Namespace) -> Iterator[str]:
     In a process of its own, so that the memory of Megatron's model is free again, and its host backend gone.
 
     Args:
-        options: `checkpoint`, `ckpt_step`, `tokenizer_model`, `host`.
+        options: `checkpoint`, `ckpt_step`, `tokenizer_model`, and all of `run()` but `model`.
 
     Raises:
-        UserError: what `prores export` says.
+        UserError: what `prores export` says; an option of `run()` is out of range.
     """
+    _check(options)  # before the export takes its time
     with tempfile.TemporaryDirectory(prefix="prores-") as folder:
         model = os.path.join(folder, "model")
         argv = ["export", "--checkpoint", options.checkpoint, "--output", model]
@@ -98,10 +104,14 @@ def exported(options: argparse.Namespace) -> Iterator[str]:
         yield model
 
 
-def _check(options: argparse.Namespace, names: list[str]) -> None:
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in options.tasks.split(",") if name.strip()]
+
+
+def _check(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("lm_eval") is None or importlib.util.find_spec("accelerate") is None:
         raise UserError("--tasks needs lm-evaluation-harness: pip install 'megatron_prores[eval]'")
-    if not names:
+    if not _names(options):
         raise UserError("--tasks names no task")
     for name in ("limit", "batch_size"):
         value = getattr(options, name)
@@ -117,6 +127,17 @@ def _check(options: argparse.Namespace, names: list[str]) -> None:
         folder = os.path.dirname(os.path.abspath(options.output))
         if os.path.isdir(options.output) or not os.access(folder, os.W_OK):
             raise UserError(f"--output {options.output} cannot be written")
+
+
+def _task_manager(include_path: str | None, names: list[str]):
+    """Knows the tasks. To look through the harness's own thousands takes ten seconds, and only where it is needed."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(manager.all_subtasks):  # and no group, which may hold others
+            return manager
+    return TaskManager(include_path=include_path)
 
 
 def _check_tasks(manager, names: list[str]) -> None:
