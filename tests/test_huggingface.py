@@ -15,10 +15,10 @@ import yaml
 from megatron_prores.errors import UserError
 from megatron_prores.huggingface import layout, llama_config, megatron_flags
 from megatron_prores.huggingface.files import SavedWeights, save_weights
-from megatron_prores.huggingface.folder import new_folder
+from megatron_prores.huggingface.folder import check_new, new_folder
 from megatron_prores.huggingface.folding import Folding, refuse_unfoldable
 from megatron_prores.huggingface.layout import Kind, Shape, Weight
-from megatron_prores.huggingface.rotary import inverse_frequencies
+from megatron_prores.huggingface.rotary import inverse_frequencies, rope_parameters
 from megatron_prores.schedule import alpha
 
 LLAMA = {
@@ -180,7 +180,7 @@ def test_rotary_settings_survive_both_directions(change, expected, tmp_path):
     config = llama_config.llama_config(arguments(rotary_base=5000, **change), 10, 8.0, "float32")
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = megatron_flags.read_config(tmp_path)
-    assert megatron_flags.rope_parameters(read) == {"rope_theta": 5000.0, **expected}
+    assert rope_parameters(read) == {"rope_theta": 5000.0, **expected}
     flags = megatron_flags.model_flags(read, megatron_flags.shape_of(read, False))
     assert flags["rotary-base"] == 5000
     assert flags.get("rotary-seq-len-interpolation-factor") == change.get("rotary_seq_len_interpolation_factor")
@@ -194,7 +194,7 @@ def test_rotary_frequencies_are_those_of_transformers(change):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = llama_config.llama_config(arguments(rotary_base=500000, kv_channels=64, **change), 10, 8.0, "float32")
-    ours = inverse_frequencies(config["head_dim"], megatron_flags.rope_parameters(config))
+    ours = inverse_frequencies(config["head_dim"], rope_parameters(config))
     torch.testing.assert_close(ours, LlamaRotaryEmbedding(LlamaConfig(**config)).inv_freq, rtol=1e-6, atol=0)
 
 
@@ -270,21 +270,24 @@ def test_weights_are_read_as_they_were_written(shard_bytes, files, tmp_path):
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path):
     target = tmp_path / "in" / "model"
-    with new_folder(str(target)) as folder:
-        (folder / "file").write_text("1")
+    with new_folder(str(target), "mark") as folder:
+        (folder / "mark").write_text("1")
         assert not target.exists()
-    assert os.listdir(target) == ["file"] and os.listdir(target.parent) == ["model"]
-    with pytest.raises(UserError, match="--overwrite"), new_folder(str(target)):
+    assert os.listdir(target) == ["mark"] and os.listdir(target.parent) == ["model"]
+    with pytest.raises(UserError, match="--overwrite"), new_folder(str(target), "mark"):
         pass
-    with pytest.raises(RuntimeError), new_folder(str(target), overwrite=True) as folder:
+    with pytest.raises(RuntimeError), new_folder(str(target), "mark", overwrite=True) as folder:
         (folder / "other").write_text("2")
         raise RuntimeError
-    assert os.listdir(target) == ["file"] and os.listdir(target.parent) == ["model"]
-    with new_folder(str(target), overwrite=True) as folder:
+    assert os.listdir(target) == ["mark"] and os.listdir(target.parent) == ["model"]
+    with new_folder(str(target), "mark", overwrite=True) as folder:
         (folder / "other").write_text("2")
     assert os.listdir(target) == ["other"] and os.listdir(target.parent) == ["model"]
-    with pytest.raises(UserError, match="not a folder"), new_folder(str(target / "other")):
-        pass
+    # What this command did not make is never replaced.
+    with pytest.raises(UserError, match=r"is not empty: name another folder$"):
+        check_new(str(target), "mark", overwrite=True)
+    with pytest.raises(UserError, match="not a folder"):
+        check_new(str(target / "other"), "mark", overwrite=True)
 
 
 def test_a_killed_process_leaves_no_folder(tmp_path):
@@ -292,13 +295,13 @@ def test_a_killed_process_leaves_no_folder(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from megatron_prores.huggingface.folder import new_folder\n"
-        "with new_folder(sys.argv[1]) as folder:\n"
+        "with new_folder(sys.argv[1], 'mark') as folder:\n"
         "    (folder / 'half').write_text('x')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     result = subprocess.run([sys.executable, "-c", program, str(target)], cwd=Path(__file__).parent.parent)
     assert result.returncode == -signal.SIGKILL
     assert not target.exists()
-    with new_folder(str(target)) as folder:  # and is not in the way of the next
+    with new_folder(str(target), "mark") as folder:  # and is not in the way of the next
         (folder / "whole").touch()
     assert os.listdir(tmp_path) == ["model"] and os.listdir(target) == ["whole"]

@@ -7,7 +7,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="what training was given as --save")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make, for from_pretrained()")
-    parser.add_argument("--overwrite", action="store_true", help="replace --output where it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in --output")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the checkpoint's)"
     )

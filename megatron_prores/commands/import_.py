@@ -6,7 +6,7 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="a Llama with safetensors; nothing is downloaded")
     parser.add_argument("--output", required=True, metavar="DIR", help="to make: checkpoint, tokenizer, model.yaml")
-    parser.add_argument("--overwrite", action="store_true", help="replace --output where it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier import in --output")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the model's)"
     )

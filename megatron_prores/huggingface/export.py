@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from megatron_prores.errors import UserError
-from megatron_prores.huggingface import layout, llama_config, megatron_flags
+from megatron_prores.huggingface import layout, llama_config
 from megatron_prores.huggingface.files import save_weights
 from megatron_prores.huggingface.folder import check_new, new_folder
 from megatron_prores.huggingface.folding import Folding
-from megatron_prores.huggingface.rotary import inverse_frequencies
+from megatron_prores.huggingface.rotary import check_rotary
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
 
@@ -28,12 +28,12 @@ def run(options: argparse.Namespace) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise UserError("prores export runs in one process: start it without torchrun")
-    check_new(options.output, options.overwrite)
+    check_new(options.output, RECORD, options.overwrite)
     iteration = find_iteration(options.checkpoint, options.ckpt_step)
     args = parse_saved(options, iteration)
     llama_config.refuse_inexpressible(args)
     try:
-        with new_folder(options.output, options.overwrite) as folder:
+        with new_folder(options.output, RECORD, options.overwrite) as folder:
             record = _write(args, options.dtype, folder)
     finally:
         if torch.distributed.is_initialized():
@@ -93,23 +93,6 @@ def _tensors(
         raise UserError(f"the model is not a Llama and cannot be exported: it has {', '.join(sorted(state)[:3])}")
 
 
-def check_rotary(model: torch.nn.Module, config: dict) -> None:
-    """Compare the rotary frequencies that `config.json` stands for with those of Megatron's model.
-
-    Raises:
-        UserError: they differ.
-    """
-    parameters = megatron_flags.rope_parameters(config)
-    theirs = inverse_frequencies(model.config.kv_channels, parameters)
-    rotary = model.rotary_pos_emb
-    ours = rotary.inv_freq.float().cpu() / (rotary.seq_len_interpolation_factor or 1)
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-5, atol=0.0):
-        raise UserError(
-            f"Megatron and transformers compute other rotary frequencies from {parameters}: the model cannot be "
-            "converted (Megatron 0.19 stretches them by 8 whatever --rope-scaling-factor says)"
-        )
-
-
 def _record(args: argparse.Namespace, folding: Folding, dtype: torch.dtype, files: int) -> dict:
     from megatron_prores.megatron import driver
 
@@ -139,14 +122,15 @@ def _record(args: argparse.Namespace, folding: Folding, dtype: torch.dtype, file
 def _write_settings(args: argparse.Namespace, config: dict, folder: Path) -> None:
     """`config.json`, `generation_config.json` and the tokenizer's files."""
     import transformers
+    from megatron.training.global_vars import get_tokenizer
 
-    special = {}
+    special = {"bos_token_id": None, "eos_token_id": get_tokenizer().eod, "pad_token_id": None}
     if args.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             args.tokenizer_model, trust_remote_code=args.trust_remote_code
         )
         tokenizer.save_pretrained(folder)
-        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        special = {name: getattr(tokenizer, name) for name in special}
     else:
         screen.say(f"note: the tokenizer is not exported, transformers has none of the type {args.tokenizer_type}")
     special |= {"transformers_version": transformers.__version__}

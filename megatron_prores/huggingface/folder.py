@@ -9,8 +9,11 @@ from pathlib import Path
 from megatron_prores.errors import UserError
 
 
-def check_new(path: str, overwrite: bool) -> None:
+def check_new(path: str, mark: str, overwrite: bool) -> None:
     """Refuse an output folder that holds something, or cannot be made.
+
+    Args:
+        mark: a file that says that a folder came from this command. No other folder is ever replaced.
 
     Raises:
         UserError: names it.
@@ -19,15 +22,18 @@ def check_new(path: str, overwrite: bool) -> None:
     if folder.is_symlink() or folder.exists():
         if not folder.is_dir() or folder.is_symlink():
             raise UserError(f"--output {path} is there and is not a folder")
-        if any(folder.iterdir()) and not overwrite:
-            raise UserError(f"--output {path} is not empty: name another folder, or replace it with --overwrite")
+        if any(folder.iterdir()):
+            if not (folder / mark).is_file():
+                raise UserError(f"--output {path} is not empty: name another folder")
+            if not overwrite:
+                raise UserError(f"--output {path} is not empty: name another folder, or replace it with --overwrite")
     parent = next(parent for parent in folder.parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"--output {path} cannot be written: {parent} is not writable")
 
 
 @contextmanager
-def new_folder(path: str, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: str, mark: str, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder to write into, that takes its place at `path` when all went well.
 
     Until then it is `.NAME.partial` beside it. What a killed process left there goes with the next try.
@@ -39,12 +45,12 @@ def new_folder(path: str, overwrite: bool = False) -> Iterator[Path]:
     partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
     if old.exists() and not folder.exists():  # killed between the two renames below
         old.rename(folder)
-    check_new(path, overwrite)
+    check_new(path, mark, overwrite)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        check_new(path, overwrite)
+        check_new(path, mark, overwrite)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)

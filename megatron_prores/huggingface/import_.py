@@ -8,9 +8,9 @@ import torch
 
 from megatron_prores.errors import UserError
 from megatron_prores.huggingface import layout, megatron_flags
-from megatron_prores.huggingface.export import check_rotary
 from megatron_prores.huggingface.files import SavedWeights
 from megatron_prores.huggingface.folder import check_new, new_folder
+from megatron_prores.huggingface.rotary import check_rotary
 from megatron_prores.megatron import launch, screen
 
 CONFIG = "model.yaml"
@@ -29,14 +29,14 @@ def run(options: argparse.Namespace) -> None:
     source = Path(options.model)
     if not source.is_dir():
         raise UserError(f"--model {source}: no such folder (nothing is downloaded)")
-    check_new(options.output, options.overwrite)
+    check_new(options.output, CONFIG, options.overwrite)
     config = megatron_flags.read_config(source)
     weights = SavedWeights(source)
     try:
         shape = _shape(config, weights)
         _check_names(config, weights, shape, source)
         dtype = options.dtype or weights.dtype()
-        with new_folder(options.output, options.overwrite) as folder:
+        with new_folder(options.output, CONFIG, options.overwrite) as folder:
             tokens = _copy_tokenizer(Path(options.tokenizer_model or source), folder / _TOKENIZER)
             if tokens > config["vocab_size"]:
                 raise UserError(f"the tokenizer has {tokens} tokens and the model {config['vocab_size']}")

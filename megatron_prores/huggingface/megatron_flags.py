@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_prores.errors import UserError
 from megatron_prores.huggingface.layout import Shape
 from megatron_prores.huggingface.llama_config import LLAMA3_SCALING
+from megatron_prores.huggingface.rotary import rope_parameters
 
 _ARCHITECTURES = ("llama", "mistral")  # the latter is a Llama if it has no sliding window
 
@@ -60,13 +61,6 @@ def _differences(config: dict) -> Iterator[str]:
                 yield f"Megatron's --use-rope-scaling has {name} {value}, and here it is {rope[name]}"
     elif kind not in ("default", "linear"):
         yield f"Megatron has no rotary embeddings of the type {kind}"
-
-
-def rope_parameters(config: dict) -> dict:
-    """From what transformers 5 writes, or older versions."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta", 10000.0), **parameters, "rope_type": kind}
 
 
 def shape_of(config: dict, qkv_bias_only: bool) -> Shape:

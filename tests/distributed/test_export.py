@@ -63,6 +63,15 @@ def exported(folder: Path, checkpoint: Path, *flags: str) -> tuple[Path, torch.T
     return folder / "model", torch.load(folder / "logits"), output
 
 
+def imported_from(folder: Path, model: Path) -> Path:
+    """The folder of the checkpoint."""
+    start = folder / "start"
+    code, output, errors = prores(folder, "import", "--model", model, "--output", start)
+    assert code == 0, errors
+    assert f"--config {start / 'model.yaml'} --pretrained-checkpoint {start}" in output
+    return start
+
+
 @torch.inference_mode()
 def stock_logits(model: Path) -> torch.Tensor:
     loaded = transformers.LlamaForCausalLM.from_pretrained(model)
@@ -118,11 +127,7 @@ def test_after_it_the_weights_are_as_they_were(finished, data):
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory, finished) -> Path:
-    folder = tmp_path_factory.mktemp("imported")
-    code, output, errors = prores(folder, "import", "--model", finished[0], "--output", folder / "start")
-    assert code == 0, errors
-    assert f"--config {folder / 'start' / 'model.yaml'} --pretrained-checkpoint {folder / 'start'}" in output
-    return folder / "start"
+    return imported_from(tmp_path_factory.mktemp("imported"), finished[0])
 
 
 def test_import_then_export_gives_the_same_files(tmp_path, imported, finished):
@@ -134,6 +139,34 @@ def test_import_then_export_gives_the_same_files(tmp_path, imported, finished):
     for name in ("config", "generation_config"):
         first, second = (json.loads((model / f"{name}.json").read_text()) for model in (finished[0], again))
         assert first == second
+
+
+def test_a_model_that_transformers_made(tmp_path, data):
+    """Sharded, in bf16, tied, with more rows than its tokenizer has tokens."""
+    config = transformers.LlamaConfig(
+        vocab_size=520,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    transformers.AutoTokenizer.from_pretrained(data["tokenizer-model"]).save_pretrained(tmp_path / "model")
+    start = imported_from(tmp_path, tmp_path / "model")
+    again, logits, _ = exported(tmp_path / "again", start)
+    assert_same(stock_logits(tmp_path / "model"), logits, 3e-2)
+    state = model.state_dict()
+    for name, tensor in tensors(again).items():
+        assert torch.equal(tensor, state[name][: len(tensor)])
+    assert len(tensors(again)["model.embed_tokens.weight"]) == 500
 
 
 # Of a run, the model and its tokenizer are in the imported YAML.
@@ -183,9 +216,7 @@ def test_tied_embeddings_biases_and_a_fixed_schedule(tmp_path, data):
     assert "lm_head.weight" not in found
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
         assert found[f"model.layers.5.{name}.bias"].any()
-    code, _, errors = prores(tmp_path, "import", "--model", model, "--output", tmp_path / "start")
-    assert code == 0, errors
-    again, logits, _ = exported(tmp_path / "again", tmp_path / "start")
+    again, _, _ = exported(tmp_path / "again", imported_from(tmp_path, model))
     # 1/sqrt(6) is in the weights now, and not multiplied in once more.
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(again).items())
 
@@ -202,6 +233,12 @@ def test_lns_bf16_and_settings_that_megatron_does_not_restore(tmp_path, data):
     assert "bfloat16" in output and "1/sqrt(l) of --prores-norm lns into the norms" in output
     assert {tensor.dtype for tensor in tensors(model).values()} == {torch.bfloat16}
     assert_same(stock_logits(model), logits, 3e-2)
+    assert not tensors(model)["model.layers.5.self_attn.o_proj.bias"].any()  # q, k and v have biases, and so has o
+    assert tensors(model)["model.layers.5.self_attn.v_proj.bias"].any()
+    start = imported_from(tmp_path, model)
+    assert "add-qkv-bias: true" in (start / "model.yaml").read_text()
+    again, _, _ = exported(tmp_path / "again", start)
+    assert all(torch.equal(tensors(model)[name], tensor) for name, tensor in tensors(again).items())
     code, _, errors = prores(
         tmp_path, "export", "--checkpoint", tmp_path / "checkpoint", "--output", model, "--dtype", "float32"
     )
