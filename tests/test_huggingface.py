@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_prores import cli
 from megatron_prores.errors import UserError
 from megatron_prores.huggingface import layout, llama_config, megatron_flags
 from megatron_prores.huggingface.files import SavedWeights, save_weights
@@ -305,3 +306,54 @@ def test_a_killed_process_leaves_no_folder(tmp_path):
     with new_folder(str(target), "mark") as folder:  # and is not in the way of the next
         (folder / "whole").touch()
     assert os.listdir(tmp_path) == ["model"] and os.listdir(target) == ["whole"]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A Llama's folder without a tokenizer, and its tensors."""
+    pytest.importorskip("transformers")
+    config = llama_config.llama_config(arguments(num_layers=1, add_qkv_bias=True), 10, 8.0, "float32")
+    shape = Shape(layers=1, queries=4, groups=2, tied=False, qkv_bias=True)
+    tensors = {name: torch.zeros(2) for weight in layout.weights(shape) for name in weight.names}
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight": None}, "lacks model.layers.0.mlp.up_proj.weight: not the weights of"),
+        ({"model.layers.0.extra": torch.ones(1)}, "holds an unknown model.layers.0.extra: not the weights of"),
+        ({"model.layers.0.self_attn.o_proj.bias": torch.ones(2)}, "o_proj.bias is not zero and the MLP has no biases"),
+        (
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+            "holds no tokenizer that transformers can load",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_not_imported(change, reason, tiny, tmp_path):
+    folder, tensors = tiny
+    save_weights(folder, ((name, tensor) for name, tensor in (tensors | change).items() if tensor is not None))
+    with pytest.raises(UserError) as refused:
+        cli.run(["import", "--model", str(folder), "--output", str(tmp_path / "start")])
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+    assert os.listdir(tmp_path) == ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["import", "--model", "{}/gone", "--output", "{}/out"], "gone: no such folder (nothing is downloaded)"),
+        (["import", "--model", "{}", "--output", "{}"], "is not empty: name another folder"),
+        (["export", "--checkpoint", "{}/gone", "--output", "{}/out"], "there is no checkpoint in"),
+        (["export", "--checkpoint", "{}", "--output", "{}/file"], "is there and is not a folder"),
+        (["export", "--checkpoint", "{}", "--output", "{}/file/out"], "cannot be written"),
+    ],
+)
+def test_folders_are_looked_at_before_megatron_starts(command, reason, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as refused:
+        cli.run([word.replace("{}", str(tmp_path)) for word in command])
+    assert reason in str(refused.value)
