@@ -1,7 +1,11 @@
+import contextlib
 import csv
 import json
 import math
 import re
+import sys
+import threading
+import time
 from html.parser import HTMLParser
 
 import numpy as np
@@ -10,8 +14,9 @@ import pytest
 from megatron_prores.compare.arms import Arm, groups, read_arms
 from megatron_prores.compare.page import write_report
 from megatron_prores.compare.plan import check_flags
+from megatron_prores.compare.pool import train_all
 from megatron_prores.compare.results import common_steps, read_results
-from megatron_prores.compare.runs import read_curves, write_curves
+from megatron_prores.compare.runs import Run, RunFailed, carry_out, claim, read_curves, stop, write_curves
 from megatron_prores.compare.statistics import Estimate, paired_difference, verdict
 from megatron_prores.compare.wording import sentences
 from megatron_prores.errors import UserError
@@ -115,6 +120,69 @@ def test_seeds_are_averaged_where_all_have_a_point():
     steps, values = common_steps([(np.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])), (np.array([2, 3, 4]), np.ones(3))])
     np.testing.assert_array_equal(steps, [2, 3])
     np.testing.assert_array_equal(values, [[2.0, 3.0], [1.0, 1.0]])
+
+
+def run_of(tmp_path, program, evaluation=None) -> Run:
+    """A run whose trainer is a line of Python, for how runs end."""
+    folder = tmp_path / "arm" / "seed-1"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(Arm("arm", {}, None), 1, folder, (sys.executable, "-c", program), evaluation)
+
+
+def end(run: Run) -> None:
+    carry_out(run, {}, lambda process: None)
+
+
+def test_a_run_that_fails_says_why_and_can_be_done_again(tmp_path):
+    run = run_of(tmp_path, "import sys; print('error: there is no data'); sys.exit(2)")
+    with pytest.raises(RunFailed, match=r"arm, seed 1: ended with exit code 2: there is no data \(see .*log.txt\)"):
+        end(run)
+    assert not run.is_finished()
+    failures = train_all([run, run_of(tmp_path / "other", "raise SystemExit(3)")], [{}], 10, lambda line: None)
+    assert len(failures) == 2 and "exit code 3: see " in failures[1]
+
+
+@pytest.mark.parametrize("said, code", [("", 16), ("", 17), ("the loss is NaN or infinite (exit code 16)", 1)])
+def test_a_run_that_diverges_is_finished(tmp_path, said, code):
+    run = run_of(tmp_path, f"import sys; print({said!r}); sys.exit({code})")
+    end(run)
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["state"] == "diverged" and result["evaluation"] is None
+    end(run_of(tmp_path, "raise SystemExit('it is not run again')"))
+    (run.folder / "settings.json").write_text("{}")
+    [read] = read_results([run.arm], tmp_path)
+    assert list(sentences([read])) == ["arm, seed 1: diverged after step 0; not in the means"]
+    assert write_report([read], tmp_path).exists()
+
+
+def test_a_run_is_not_started_twice_at_a_time(tmp_path):
+    run = run_of(tmp_path, "import time; time.sleep(60)")
+    processes = []
+    thread = threading.Thread(target=_quiet, args=(run, processes))
+    thread.start()
+    while not processes:
+        time.sleep(0.01)
+    with pytest.raises(RunFailed, match="another process works on this run"):
+        end(run)
+    stop(processes[0])
+    thread.join(10)
+    assert not thread.is_alive() and not run.is_finished()
+
+
+def _quiet(run: Run, processes: list) -> None:
+    with contextlib.suppress(RunFailed):
+        carry_out(run, {}, processes.append)
+
+
+def test_a_folder_belongs_to_its_settings(tmp_path):
+    run = run_of(tmp_path, "")
+    claim(run, {"lr": 0.001, "seed": 1})
+    claim(run, {"lr": 0.001, "seed": 1})
+    with pytest.raises(UserError, match=r"seed-1 was made with other settings \(lr was 0.001 and is 0.002\)"):
+        claim(run, {"lr": 0.002, "seed": 1})
+    (run.folder / "settings.json").write_text("{")
+    with pytest.raises(UserError, match=r"settings.json is damaged"):
+        claim(run, {"lr": 0.001, "seed": 1})
 
 
 ARMS = [

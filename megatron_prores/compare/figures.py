@@ -119,7 +119,8 @@ def _curves(
     axes.set(xlabel="optimizer steps", ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if axes.lines:
+        axes.legend(fontsize="small")
     return figure
 
 

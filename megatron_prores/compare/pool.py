@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from megatron_prores.compare.runs import Run, RunFailed, carry_out, stop
+from megatron_prores.errors import UserError
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], length: int, say: Callable[[str], None]) -> list:
@@ -47,7 +48,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], length: i
                 try:
                     carry_out(run, slot, start)
                     tell(f"{run.name}: done in {_minutes(time.monotonic() - began)}")
-                except RunFailed as error:
+                except (RunFailed, UserError, OSError) as error:
                     if not stopped.is_set():
                         failures.append(str(error))
                         tell(f"failed: {error}")

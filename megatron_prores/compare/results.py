@@ -56,7 +56,8 @@ class RunResult:
 
     @property
     def last_step(self) -> int:
-        return int(self.curves[LOSS_TAG][0][-1])
+        """The last one with a loss; 0 if there is none."""
+        return int(self.curves[LOSS_TAG][0][-1]) if LOSS_TAG in self.curves else 0
 
     @property
     def seconds_per_step(self) -> float:
@@ -65,7 +66,7 @@ class RunResult:
 
     def spikes(self, tag: str) -> float:
         """Spike score (OLMo 2) of a curve."""
-        return spike_score(*self.curves[tag])
+        return spike_score(*self.curves[tag]) if tag in self.curves else math.nan
 
 
 @dataclass(frozen=True)

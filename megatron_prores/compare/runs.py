@@ -171,10 +171,15 @@ def _reason(log: Path) -> str:
 
 
 def _finish(run: Run, state: str, evaluation: dict | None) -> None:
-    scalars = read_scalars(run.folder / "tensorboard")
+    # A run that diverged in its first steps may have logged nothing.
+    scalars = read_scalars(run.folder / "tensorboard") if state == FINISHED or _has_logs(run) else {}
     write_curves(run.folder / "curves.npz", scalars)
     result = {"state": state, "evaluation": evaluation, "made_with": _made_with()}
     _write(run.folder / "result.json", json.dumps(result, indent=1))
+
+
+def _has_logs(run: Run) -> bool:
+    return any((run.folder / "tensorboard").glob("*tfevents*"))
 
 
 def _made_with() -> dict[str, str]:
