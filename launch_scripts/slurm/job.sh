@@ -7,7 +7,7 @@
 
 run_job() {
     local module=$1 status=0
-    run=${2:-} warned='' ending='' step='' stalled=0 fruitless=0
+    run=${2:-} warned='' ending='' step='' stalled=0 fruitless=0 cause=''
     [[ -n $run && $run != -* ]] || { echo "error: the first argument is the run's folder" >&2 && exit 2; }
     shift 2
     # Not the job's own number in an array: one of its runs has the array's, which stands for all of them.
@@ -26,11 +26,17 @@ run_job() {
     step_options=(--nodes=1 --ntasks=1)
     target=$(_srun megatron_prores.slurm.prepare "$run/checkpoints" "$@") || status=$?
     ((status != 2)) || _give_up 2 "the flags cannot be used"
+    ((status != 127)) || cause="no '$python' on the node: see activate in the site file"
     if ((status == 0)); then
         from=$(_iteration)
         _record running
         _say "start $((${SLURM_RESTART_COUNT:-0} + 1)): iteration $from of $target, on $SLURM_JOB_NODELIST"
         _train "$module" "$@" || status=$?
+        ((status == 0)) || cause=$(_refusal)
+        # On a job's first start that is its flags or data; later, what worked before, and perhaps does again.
+        if [ -n "$cause" ] && [ -z "$ending" ] && ((${SLURM_RESTART_COUNT:-0} == 0 && $(_iteration) == from)); then
+            _give_up 2 "$cause"
+        fi
     fi
     _finish "$status"
 }
@@ -117,7 +123,7 @@ _finish() {
         _record waiting
         scontrol requeue "$job" || _give_up 1 "Slurm does not requeue this job: submit it again to continue"
     else
-        _give_up "$status" "exit code $status"
+        _give_up "$status" "${cause:-exit code $status}"
     fi
 }
 
@@ -127,6 +133,12 @@ _give_up() {
     _record failed "$reason"
     echo "error: stopped at iteration $(_iteration): $reason" >&2
     exit $((status > 0 ? status : 1))
+}
+
+# The line in which the trainer of this start said what it cannot use; nothing where it ended otherwise.
+_refusal() {
+    local logs=$run/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+    grep -rhm1 '^error: ' "$logs" 2>/dev/null | sed -n '1s/^error: //p' || true
 }
 
 _say() { echo "prores: $*"; }

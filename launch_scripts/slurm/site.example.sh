@@ -8,7 +8,7 @@ export SBATCH_PARTITION=gpu
 
 # The environment with this package, once per start on the first node; srun takes it to the others.
 activate() {
-    module load cuda
+    module load cuda || return
     # shellcheck source=/dev/null
     source "$HOME/megatron_prores/.venv/bin/activate"
 }

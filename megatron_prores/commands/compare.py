@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron_prores.errors import UserError
+from megatron_prores.options import count
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -20,10 +21,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arms", required=True, metavar="FILE", help="YAML: name of an arm -> its flags and values")
     parser.add_argument("--output", required=True, metavar="DIR", help="report, and a folder for each run")
-    parser.add_argument("--seeds", type=_count, default=3, metavar="N", help="of each arm: 1 to N (default: 3)")
-    parser.add_argument("--processes", type=_count, default=1, metavar="P", help="of each run (default: 1)")
+    parser.add_argument("--seeds", type=count, default=3, metavar="N", help="of each arm: 1 to N (default: 3)")
+    parser.add_argument("--processes", type=count, default=1, metavar="P", help="of each run (default: 1)")
     parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs at a time (default: as many as there are GPUs, or cores)"
+        "--jobs", type=count, metavar="N", help="runs at a time (default: as many as there are GPUs, or cores)"
     )
     parser.add_argument(
         "--evaluate-data",
@@ -37,13 +38,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse(message: str) -> None:
     raise UserError(f"prores compare: {message}; see prores compare --help")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
-    return number
 
 
 def main(argv: list[str]) -> None:

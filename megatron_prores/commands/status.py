@@ -80,7 +80,7 @@ def _row(folder: Path, found: state.State, jobs: dict[str, str] | None) -> tuple
         return (str(folder), found.job, stands, f"0{target}", "-", "-", "-", "-", str(found.requeued))
     left = "-"
     if progress.seconds_per_iteration and found.target and stands == "running":
-        left = _duration((found.target - progress.iteration) * progress.seconds_per_iteration)
+        left = _duration(max(found.target - progress.iteration, 0) * progress.seconds_per_iteration)
     return (
         str(folder),
         found.job,

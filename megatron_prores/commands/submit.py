@@ -3,12 +3,15 @@
 import argparse
 import itertools
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_prores
 from megatron_prores.errors import UserError
-from megatron_prores.slurm import prepare, queue, script, state
+from megatron_prores.options import count
+from megatron_prores.slurm import checks, prepare, queue, script, state
 
 _LAUNCH_SCRIPTS = Path(megatron_prores.__file__).parents[1] / "launch_scripts" / "slurm"
 
@@ -22,9 +25,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or that of an array's runs")
-    parser.add_argument("--nodes", required=True, type=_count, metavar="N")
-    parser.add_argument("--gpus-per-node", type=_count, metavar="G", help="asked of Slurm; a process for each")
-    parser.add_argument("--processes-per-node", type=_count, metavar="P", help="where there are no GPUs (--host)")
+    parser.add_argument("--nodes", required=True, type=count, metavar="N")
+    parser.add_argument("--gpus-per-node", type=count, metavar="G", help="asked of Slurm; a process for each")
+    parser.add_argument("--processes-per-node", type=count, metavar="P", help="where there are no GPUs (--host)")
     parser.add_argument("--time", metavar="LIMIT", help="of one start, as sbatch takes it; the job continues itself")
     parser.add_argument(
         "--array",
@@ -33,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE,VALUE",
         help="a run for each value of a flag; several of these: for each combination",
     )
-    parser.add_argument("--at-once", type=_count, metavar="N", help="runs of an array that may run together")
+    parser.add_argument("--at-once", type=count, metavar="N", help="runs of an array that may run together")
     parser.add_argument("--engine", choices=script.MODULES, default="megatron", help="(default: megatron)")
     parser.add_argument("--site", metavar="FILE", help="site file (default: launch_scripts/slurm/site.sh, if there)")
     parser.add_argument(
@@ -46,13 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse(message: str) -> None:
     raise UserError(f"prores submit: {message}; see prores submit --help")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
-    return number
 
 
 def main(argv: list[str]) -> None:
@@ -69,7 +65,8 @@ def main(argv: list[str]) -> None:
 
     from megatron_prores.megatron import screen  # with torch, which takes seconds to load
 
-    _check_runs(job)
+    for note in [*checks.check_layouts(job), *checks.check_folders(job)]:
+        print(f"note: {note}", file=sys.stderr)
     text = script.render(job)
     if options.dry_run:
         screen.say(text.rstrip())
@@ -87,7 +84,7 @@ def main(argv: list[str]) -> None:
         name = f"{number}_{index}" if job.is_array else number
         state.write(run.folder, state.State("submitted", job=name, target=length))
     what = f"array {number}: {len(runs)} runs" if job.is_array else f"job {number}"
-    screen.say(f"submitted {what}; {path}\nsee: prores status {options.run}")
+    screen.say(f"submitted {what}; {path}\nsee: prores status {shlex.quote(options.run)}")
 
 
 def _runs(folder: Path, arrays: list[str]) -> Iterator[script.Run]:
@@ -123,6 +120,7 @@ def _job(options: argparse.Namespace, folder: Path, flags: tuple[str, ...], runs
         raise UserError("--at-once is for an --array")
     if bad := set('"%\n') & set(str(folder)):
         raise UserError(f"--run {folder}: Slurm cannot write to a path with {' or '.join(map(repr, sorted(bad)))}")
+    checks.refuse_short(options.time, options.sbatch)
     site = Path(options.site).resolve() if options.site else _LAUNCH_SCRIPTS / "site.sh"
     if options.site and not site.is_file():
         raise UserError(f"--site {options.site} is not there")
@@ -142,28 +140,6 @@ def _job(options: argparse.Namespace, folder: Path, flags: tuple[str, ...], runs
         runs=runs,
         at_once=options.at_once,
     )
-
-
-def _check_runs(job: script.Job) -> None:
-    """What `prores plan` says about every run on so many processes."""
-    from megatron_prores.deepspeed import arguments
-    from megatron_prores.megatron import launch
-
-    is_deepspeed = job.engine == "deepspeed"
-    extra = arguments.add_deepspeed_arguments if is_deepspeed else None
-    for run in job.runs:
-        argv = [*job.flags, *run.flags]
-        config, defaults = arguments.read(argv) if is_deepspeed else ({}, ())
-        args = launch.parse_for_any_machine(argv, extra, defaults)
-        from megatron_prores.megatron.plan import plan
-
-        try:
-            plan(args, job.nodes * job.processes)
-            if is_deepspeed:
-                arguments.reconcile(args, config)
-        except UserError as error:
-            where = f"{run.folder.name}: " if job.is_array else ""
-            raise UserError("\n".join(where + line for line in str(error).splitlines())) from error
 
 
 def _refuse_queued(runs: tuple[script.Run, ...]) -> None:

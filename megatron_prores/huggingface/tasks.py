@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_prores.errors import UserError, did_you_mean
+from megatron_prores.options import check_output
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
@@ -123,10 +124,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.include_path and not os.path.isdir(options.include_path):
         raise UserError(f"--include-path {options.include_path}: no such folder")
-    if options.output:
-        folder = os.path.dirname(os.path.abspath(options.output))
-        if os.path.isdir(options.output) or not os.access(folder, os.W_OK):
-            raise UserError(f"--output {options.output} cannot be written")
+    check_output(options.output)
 
 
 def _task_manager(include_path: str | None, names: list[str]):

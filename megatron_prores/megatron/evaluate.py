@@ -14,6 +14,7 @@ from tqdm import tqdm
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
+from megatron_prores.options import check_output
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,7 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise UserError("prores evaluate runs in one process: start it without torchrun")
-    if options.output:
-        folder = os.path.dirname(os.path.abspath(options.output))
-        if os.path.isdir(options.output) or not os.access(folder, os.W_OK):
-            raise UserError(f"--output {options.output} cannot be written")
+    check_output(options.output)
 
 
 def _check_fits(tokens: np.ndarray, prefix: str, vocabulary: int) -> None:

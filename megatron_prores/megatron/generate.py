@@ -12,6 +12,7 @@ from megatron_prores.errors import UserError
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.sampling import Sampling, complete
 from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
+from megatron_prores.options import check_output
 
 DEFAULT_PROMPT = "def "
 
@@ -80,10 +81,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--seed must be 0 or more and below 2**62, not {options.seed}")
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise UserError("prores generate runs in one process: start it without torchrun")
-    if options.output:
-        folder = os.path.dirname(os.path.abspath(options.output))
-        if os.path.isdir(options.output) or not os.access(folder, os.W_OK):
-            raise UserError(f"--output {options.output} cannot be written")
+    check_output(options.output)
 
 
 def _opened(path: str):

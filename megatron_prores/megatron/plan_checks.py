@@ -55,7 +55,7 @@ def layout_errors(args: argparse.Namespace) -> Iterator[str]:
         near = [str(size) for size in (fitting, fitting + model_size) if size]
         yield (
             f"{args.world_size} processes are not divisible by tensor {tensor} x pipeline {pipeline} x context "
-            f"{context} = {model_size}: --world-size {' or '.join(near)} would be"
+            f"{context} = {model_size}: {' or '.join(near)} would be"
         )
     elif args.global_batch_size is not None:
         data = args.world_size // model_size

@@ -12,6 +12,10 @@ MODULES = {
 }
 
 
+# Before the time limit: room for the longest step and a checkpoint.
+WARNING_SECONDS = 300
+
+
 @dataclass(frozen=True)
 class Run:
     """One run: its folder and what distinguishes it in an array, as flags."""
@@ -86,8 +90,8 @@ def _directives(job: Job) -> list[str]:
         f'--output="{job.output}"',
         "--open-mode=append",
         "--requeue",
-        # Room for the longest step and a checkpoint; an option below may say otherwise.
-        "--signal=B:USR1@300",
+        # An option below may say otherwise.
+        f"--signal=B:USR1@{WARNING_SECONDS}",
         *job.options,
     ]
 

@@ -24,9 +24,9 @@ def test_two_nodes_with_two_processes_each(cluster, folder, site, config):
 
 
 def test_a_run_that_always_fails_ends(cluster, folder, site, config):
-    flags = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1", "--num-attention-heads", "3")
+    flags = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1")
     impatient = folder / "impatient site.sh"
-    impatient.write_text(site.read_text() + "max_stalled=2\n")
+    impatient.write_text(site.read_text() + "max_stalled=2\nnetwork_interface=nowhere\n")
     job = submit(cluster, folder / "failing", ("--nodes=1",), flags, PRORES_SITE=str(impatient))
     job.wait_for_start(2)
     job.wait_for_state("FAILED")
@@ -36,12 +36,19 @@ def test_a_run_that_always_fails_ends(cluster, folder, site, config):
     assert (job.state["state"], job.state["reason"]) == ("failed", reason)
 
 
-def test_flags_that_cannot_be_used_end_a_job_at_once(cluster, folder, site, config):
-    flags = ("--config", str(config), "--host", "--save", "elsewhere")
-    job = submit(cluster, folder / "refused", ("--nodes=1",), flags, PRORES_SITE=str(site))
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--save", "elsewhere"), "leave out --save"),
+        (("--pipeline-model-parallel-size", "1", "--num-attention-heads", "3"), "num_attention_heads"),
+    ],
+)
+def test_flags_that_cannot_be_used_end_a_job_at_once(cluster, folder, site, config, flags, said):
+    flags = ("--config", str(config), "--host", *flags)
+    job = submit(cluster, folder / f"refused {said}", ("--nodes=1",), flags, PRORES_SITE=str(site))
     job.wait_for_state("FAILED")
-    assert job.slurm["ExitCode"] == "2:0"
-    assert "error: leave out --save" in job.text
+    assert job.slurm["ExitCode"] == "2:0" and job.state["requeued"] == "0"
+    assert re.search(f"error: .*{said}", job.text)
 
 
 @pytest.fixture

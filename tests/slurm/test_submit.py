@@ -11,7 +11,7 @@ from cluster import PRORES, ROOT, SCRIPTS
 
 from megatron_prores.commands import status, submit
 from megatron_prores.errors import UserError
-from megatron_prores.slurm import prepare, queue, state
+from megatron_prores.slurm import checks, prepare, queue, script, state
 
 BATCH = [SCRIPTS / "pretrain_megatron.sbatch", SCRIPTS / "pretrain_deepspeed.sbatch"]
 ON_HOST = ("--nodes=2", "--processes-per-node=2", "--host")
@@ -121,6 +121,10 @@ def test_deepspeeds_layout_is_checked_too(config, folder, flags, said):
         (("--run=50%", *ON_HOST), "Slurm cannot write"),
         (("--run=r", *ON_HOST, "--site=nowhere.sh"), "--site nowhere.sh"),
         (("--run=r", *ON_HOST), "--train-iters"),
+        (("--run=r", *ON_HOST, "--time=5"), "--time 5 leaves no time to train: Slurm warns 300 s before the limit"),
+        (("--run=r", *ON_HOST, "--time=0-00:05"), "leaves no time"),
+        (("--run=r", *ON_HOST, "--time=4:59"), "leaves no time"),
+        (("--run=r", "--nodes=two"), "must be 1 or more, not two"),
         (("--run=r", *ON_HOST, "--train-iters=5", "--load=x"), "leave out --load"),
     ],
 )
@@ -128,6 +132,29 @@ def test_mistakes_are_one_line(words, said):
     with pytest.raises(UserError, match=said) as error:
         submit.main(list(words))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", ["6", "5:01", "1:00:00", "1-0", "0", "UNLIMITED", "12:30"])
+def test_time_limits_that_leave_time_to_train(limit):
+    checks.refuse_short(limit, ())
+
+
+def test_a_warning_or_limit_among_sbatchs_options_wins():
+    checks.refuse_short("2", ("--signal=B:USR1@30",))
+    checks.refuse_short("2", ("--time=60",))
+
+
+def test_the_other_engines_folder_is_refused(tmp_path):
+    def job(engine: str) -> script.Job:
+        return script.Job("j", engine, tmp_path, tmp_path, None, "out", 1, 1, (), (), (script.Run(tmp_path / "run"),))
+
+    assert not list(checks.check_folders(job("megatron")))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step60")
+    with pytest.raises(UserError, match="run holds checkpoints of --engine deepspeed: give another --run"):
+        list(checks.check_folders(job("megatron")))
+    [note] = checks.check_folders(job("deepspeed"))
+    assert note.endswith("holds a checkpoint (global_step60): the job continues from it")
 
 
 def test_run_length(tmp_path):
