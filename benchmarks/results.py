@@ -55,7 +55,7 @@ def append(path: str, rows: list[Row]) -> None:
             header = next(csv.reader(file), None)
             if header not in (None, columns):
                 raise UserError(f"--csv {path} has other columns than this benchmark writes: give a new file")
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             if header is None:
                 writer.writeheader()
             writer.writerows(rows)
