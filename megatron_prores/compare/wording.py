@@ -31,10 +31,10 @@ def _against(result: ArmResult) -> str:
     if count == 1:
         return f"{text} from one seed, whose noise is unknown"
     interval = f"95%: {_signed(difference.interval[0])} to {_signed(difference.interval[1])}"
+    agree = all((value < 0) == (difference.mean < 0) for value in difference.values)
     if not difference.excludes_zero:
-        return f"{text} ({interval}), which is within the noise of {count} seeds"
-    same_sign = all((value < 0) == (difference.mean < 0) for value in difference.values)
-    return f"{text} ({interval}){f', in each of {count} seeds' * same_sign}"
+        return f"{text} ({interval}), which is within the noise of {count} seeds{', though all agree' * agree}"
+    return f"{text} ({interval}){f', in each of {count} seeds' * agree}"
 
 
 def with_interval(estimate: Estimate) -> str:
