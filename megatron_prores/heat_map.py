@@ -64,18 +64,21 @@ def draw_heat_map(
         axes.set_xlim(steps[0], steps[-1])  # the outer columns would reach beyond the run
 
 
-def colour_scale(values: Iterable[np.ndarray], low: float | None = None, high: float | None = None) -> Normalize:
+def colour_scale(
+    values: Iterable[np.ndarray], low: float | None = None, high: float | None = None, logarithmic: bool = True
+) -> Normalize:
     """One scale for all the values, logarithmic where they are above 0 and span more than a factor of 10.
 
     Args:
         low, high: ends of the scale that do not depend on the values.
+        logarithmic: False for a linear scale whatever the values are.
     """
     finite = np.concatenate([np.empty(0), *(np.ma.masked_invalid(some).compressed() for some in values)])
     if low is None:
         low = finite.min() if finite.size else 0.0
     if high is None:
         high = finite.max() if finite.size else 1.0
-    return (LogNorm if low > 0 and high > _LOGARITHMIC * low else Normalize)(low, high)
+    return (LogNorm if logarithmic and low > 0 and high > _LOGARITHMIC * low else Normalize)(low, high)
 
 
 def alpha_of_layers(scalars: Scalars) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -121,7 +124,7 @@ def draw_norms(axes: Axes, probes: Probes, scale: Normalize | None = None) -> No
 
 def draw_cosines(axes: Axes, probes: Probes, scale: Normalize | None = None) -> None:
     """The paper's Figure 4."""
-    scale = colour_scale([probes.cosines], high=1.0) if scale is None else scale
+    scale = colour_scale([probes.cosines], high=1.0, logarithmic=False) if scale is None else scale
     draw_heat_map(axes, probes.steps, probes.cosines, "cosine (no unit)", probes.layers, scale)
     axes.set_title(f"cosine of the layer's residual output to that of step {probes.steps[-1]:,}")
 

@@ -1,17 +1,20 @@
 import contextlib
 import csv
+import fcntl
 import json
 import math
 import re
+import subprocess
 import sys
 import threading
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_prores.compare.arms import Arm, groups, read_arms
+from megatron_prores.compare.arms import Arm, check_trained, groups, read_arms, write_settings
 from megatron_prores.compare.page import write_report
 from megatron_prores.compare.plan import check_flags
 from megatron_prores.compare.pool import train_all
@@ -63,6 +66,9 @@ def test_without_versus_all_are_compared_with_the_first(tmp_path):
         ("a: {}\nb: {versus: a}\nc: {versus: b}", "c is compared with b, which is compared with a itself"),
         ("a: {}\nb/c: {lr: 1}", "'b/c' cannot be a folder's name"),
         ("a: {}\n../x: {lr: 1}", "cannot be a folder's name"),
+        ("a: {}\nruns.csv: {lr: 1}", "the name runs.csv is the comparison's own"),
+        ("a: {}\n" + "b" * 101 + ": {lr: 1}", "has more than 100 letters"),
+        ("no: {}\nb: {lr: 1}", "an arm's name is read as false: put it in quotes"),
         ("a: {}\nb: {seed: 3}", "b cannot set seed: prores compare gives each run its own"),
         ("a: {}\nb: {tensorboard_dir: x}", "b cannot set tensorboard_dir"),
     ],
@@ -71,6 +77,24 @@ def test_arms_that_cannot_be_used_are_one_line(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as caught:
         read_arms(arms_file(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_a_report_is_of_what_was_trained(tmp_path):
+    path = arms_file(tmp_path, "a: {lr: 1}\nb: {lr: 2}\nc: {}")
+    arms = read_arms(path)
+    write_settings(arms[0], tmp_path)
+    write_settings(arms[2], tmp_path)
+    check_trained(path, arms, tmp_path)
+    with pytest.raises(UserError, match="a was trained with other settings"):
+        check_trained(path, [Arm("a", {"lr": 3}, None)], tmp_path)
+
+
+def test_an_arm_whose_baseline_is_not_there_says_so(tmp_path):
+    finished(tmp_path / "pre+prores", 1, 3.0)
+    [result] = read_results(ARMS, tmp_path)
+    assert result.verdict == "nothing of pre is finished"
+    assert next(iter(sentences([result]))).endswith("; nothing of pre is finished")
+    assert write_report([result], tmp_path).exists()
 
 
 def test_flags_that_the_comparison_sets_are_refused():
@@ -126,7 +150,7 @@ def run_of(tmp_path, program, evaluation=None) -> Run:
     """A run whose trainer is a line of Python, for how runs end."""
     folder = tmp_path / "arm" / "seed-1"
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(Arm("arm", {}, None), 1, folder, (sys.executable, "-c", program), evaluation)
+    return Run(Arm("arm", {}, None), 1, folder, 10, (sys.executable, "-c", program), evaluation)
 
 
 def end(run: Run) -> None:
@@ -140,6 +164,56 @@ def test_a_run_that_fails_says_why_and_can_be_done_again(tmp_path):
     assert not run.is_finished()
     failures = train_all([run, run_of(tmp_path / "other", "raise SystemExit(3)")], [{}], 10, lambda line: None)
     assert len(failures) == 2 and "exit code 3: see " in failures[1]
+
+
+def test_a_run_that_ends_early_is_not_finished(tmp_path):
+    run = run_of(tmp_path, "print('exiting after 8 iterations')")
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(RunFailed, match="arm, seed 1: ended at iteration 8 of 10"):
+        end(run)
+    assert not run.is_finished()
+
+
+def test_the_reason_of_a_failure_is_that_of_the_last_attempt(tmp_path):
+    with pytest.raises(RunFailed, match="the first mistake"):
+        end(run_of(tmp_path, "import sys; print('error: the first mistake'); sys.exit(2)"))
+    with pytest.raises(RunFailed, match="exit code -9: see "):
+        end(run_of(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+
+
+def test_interrupted_processes_are_all_ended(tmp_path):
+    """Also where they take their time and the interrupt is repeated."""
+    program = "import signal, time; signal.signal(15, lambda *_: time.sleep(1) or exit(1)); print('up', flush=True)\n"
+    program += "time.sleep(99)"
+    runs = [run_of(tmp_path / name, program) for name in ("one", "other")]
+    interrupting = f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_compare import run_of
+from megatron_prores.compare.pool import train_all
+runs = [run_of(Path(folder), {program!r}) for folder in sys.argv[1:]]
+def interrupt():
+    while not all((run.folder / "log.txt").exists() and (run.folder / "log.txt").read_text() for run in runs):
+        time.sleep(0.05)
+    for _ in range(4):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+threading.Thread(target=interrupt, daemon=True).start()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+train_all(runs, [{{}}, {{}}], 10, print)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", interrupting, str(tmp_path / "one"), str(tmp_path / "other")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "KeyboardInterrupt" in done.stderr and done.returncode != 0
+    for run in runs:  # nobody holds its lock any more
+        with open(run.folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize("said, code", [("", 16), ("", 17), ("the loss is NaN or infinite (exit code 16)", 1)])

@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
 
     compared = arms.read_arms(options.arms)
     output = Path(options.output).resolve()
+    if options.report_only:
+        arms.check_trained(options.arms, compared, output / "arms")
     failures = [] if options.report_only else _train(argv, options, flags, compared, output)
     finished = results.read_results(compared, output)
     path = page.write_report(finished, output)
@@ -65,9 +67,9 @@ def _train(argv: list[str], options: argparse.Namespace, flags: list[str], compa
     from megatron_prores.compare import page, plan, pool
 
     seeds = range(1, options.seeds + 1)
+    slots = _slots(options, "--host" in flags)  # before the plan, for which this process is on the host: no GPU counts
     runs, length = plan.plan_runs(compared, seeds, flags, options.processes, output, options.evaluate_data)
     (output / page.COMMAND_FILE).write_text(f"prores compare {shlex.join(argv)}\n")
-    slots = _slots(options, "--host" in flags)
     left = sum(not run.is_finished() for run in runs)
     _say(f"{len(runs)} runs of {length} iterations, {left} to do, up to {len(slots)} at a time")
     signal.signal(signal.SIGTERM, _interrupt)

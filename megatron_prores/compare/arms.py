@@ -13,7 +13,12 @@ from megatron_prores.errors import UserError, did_you_mean
 RESERVED = ("seed", "save", "load", "tensorboard-dir", "config")
 """Flags that the comparison itself sets for every run."""
 
+WARMUP_FLAGS = ("prores-warmup-steps", "prores-total-warmup-steps", "prores-warmup-fraction")
+"""Of these a run has one; a flag on the command line takes the place of the others."""
+
 _VERSUS = "versus"
+_TAKEN = ("arms", "arms.csv", "runs.csv", "curves.csv", "report.html", "command.txt")  # in --output
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ def read_arms(path: str) -> list[Arm]:
     content = read_mapping("--arms", path)
     if len(content) < 2:
         raise UserError(f"{path}: a comparison needs two arms or more, not {len(content)}")
+    for name in content:
+        if isinstance(name, bool):  # YAML also reads yes, no, on and off so
+            raise UserError(f"{path}: an arm's name is read as {str(name).lower()}: put it in quotes")
     arms = [_arm(path, str(name), settings) for name, settings in content.items()]
     names = [arm.name for arm in arms]
     for arm in arms:
@@ -68,6 +76,9 @@ def read_arms(path: str) -> list[Arm]:
 def _arm(path: str, name: str, settings: Any) -> Arm:
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(f"{path}: {name!r} cannot be a folder's name: use letters, digits and . _ + -")
+    if name in _TAKEN or len(name) > _LONGEST_NAME:
+        why = "is the comparison's own" if name in _TAKEN else f"has more than {_LONGEST_NAME} letters"
+        raise UserError(f"{path}: the name {name} {why}: take another")
     if settings is None:
         settings = {}
     if not isinstance(settings, dict):
@@ -78,6 +89,18 @@ def _arm(path: str, name: str, settings: Any) -> Arm:
         if key.replace("_", "-") in RESERVED:
             raise UserError(f"{path}: {name} cannot set {key}: prores compare gives each run its own")
     return Arm(name, settings, None if versus is None else str(versus))
+
+
+def check_trained(path: str, arms: list[Arm], folder: Path) -> None:
+    """Refuse to report runs under settings that they were not trained with.
+
+    Raises:
+        UserError: `write_settings` wrote others.
+    """
+    for arm in arms:
+        trained = folder / f"{arm.name}.yaml"
+        if trained.exists() and (yaml.safe_load(trained.read_text()) or {}) != arm.settings:
+            raise UserError(f"{path}: {arm.name} was trained with other settings, those in {trained}")
 
 
 def groups(arms: list[Arm]) -> list[list[Arm]]:

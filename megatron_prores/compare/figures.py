@@ -68,7 +68,7 @@ def _probes(results: Sequence[ArmResult]) -> Iterator[Picture]:
         (COSINES, "cosine", "cosine (no unit)", lambda probes: probes.cosines, 1.0),
     ):
         # One scale for all arms, so that colours can be compared.
-        scale = colour_scale(map(values, probed.values()), high=high)
+        scale = colour_scale(map(values, probed.values()), high=high, logarithmic=high is None)
         for arm, probes in probed.items():
             figure, axes = _new()
             draw_heat_map(axes, probes.steps, values(probes), label, probes.layers, scale)
@@ -114,7 +114,7 @@ def _curves(
             continue
         steps, values = common_steps(series)
         colour = _colour(index)
-        axes.plot(steps, values.mean(axis=0), color=colour, linewidth=1.4, label=result.arm.name)
+        axes.plot(steps, values.mean(axis=0), color=colour, linewidth=1.4, label=_short(result.arm.name))
         axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.25, linewidth=0)
     axes.set(xlabel="optimizer steps", ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -154,12 +154,17 @@ def _rows(results: Sequence[ArmResult], estimate: Callable, label: str) -> Figur
         axes.plot(values.values, [row] * len(values.values), "o", color=colour, markersize=3.5, alpha=0.5)
         bar = values.half_width if np.isfinite(values.half_width) else None
         axes.errorbar(values.mean, row, xerr=bar, fmt="|", color=colour, markersize=11, capsize=3)
-    axes.set_yticks(range(len(results)), [result.arm.name for result in results])
+    axes.set_yticks(range(len(results)), [_short(result.arm.name) for result in results])
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.grid(alpha=0.3, axis="x")
     return figure
+
+
+def _short(name: str) -> str:
+    """A name that leaves room for what it names; both ends, since names that are alike differ in either."""
+    return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
 
 
 def _colour(index: int):

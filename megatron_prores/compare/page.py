@@ -124,7 +124,7 @@ def _row(result: ArmResult) -> str:
         result.verdict,
         _percent(result, lambda run: run.spikes(LOSS_TAG)),
         _percent(result, lambda run: run.spikes(GRAD_NORM_TAG)),
-        f"{result.estimate(lambda run: run.seconds_per_step).mean:.3g}",
+        _or_dash(result.estimate(lambda run: run.seconds_per_step), lambda seconds: f"{seconds.mean:.3g}"),
     ]
     kinds = {_COLUMNS.index("verdict"): f"words {result.verdict.split()[0]}"}
     return "<tr>" + "".join(_cell(text, index, kinds) for index, text in enumerate(cells)) + "</tr>"
@@ -141,7 +141,8 @@ def _or_dash(estimate: Estimate, text) -> str:
 
 def _percent(result: ArmResult, value) -> str:
     """Over all runs, those that diverged too."""
-    return f"{100 * sum(map(value, result.runs)) / len(result.runs):.2g}%"
+    mean = sum(map(value, result.runs)) / len(result.runs)
+    return f"{100 * mean:.2g}%" if math.isfinite(mean) else "-"
 
 
 def _sections(shown: Iterable[Picture], output: Path) -> Iterable[str]:

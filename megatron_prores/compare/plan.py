@@ -1,14 +1,19 @@
 """From the command line to the runs of a comparison, checked before any of them starts."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_prores.compare.arms import RESERVED, Arm, write_settings
+from megatron_prores.compare.arms import RESERVED, WARMUP_FLAGS, Arm, write_settings
 from megatron_prores.compare.runs import Run, claim, trainer_command
 from megatron_prores.errors import UserError
+
+_ENDS_EARLY = (
+    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal_handler_for_training"),
+    "skip_train",
+)
+"""With these the trainer ends a run before its last step, and says by exit code 0 that all is well."""
 
 # Where things lie, and not what is computed.
 _NOT_SETTINGS = frozenset(("config", "host", "verbose", "save", "load", "tensorboard_dir", "rank", "world_size"))
@@ -43,10 +48,13 @@ def plan_runs(
     from megatron_prores.megatron import launch
 
     check_flags(flags)
-    (output / "arms").mkdir(parents=True, exist_ok=True)
-    runs, lengths = [], {}
-    for arm in arms:
-        config = write_settings(arm, output / "arms")
+    try:
+        (output / "arms").mkdir(parents=True, exist_ok=True)
+        configs = [write_settings(arm, output / "arms") for arm in arms]
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error.strerror})") from error
+    runs, claims, lengths = [], [], {}
+    for arm, config in zip(arms, configs, strict=True):
         _refuse_overridden(arm, flags)
         shared = [*flags, "--config", str(config)]
         args = launch.parse_for_any_machine([*shared, "--tensorboard-dir", str(output / arm.name)])
@@ -60,9 +68,13 @@ def plan_runs(
             own = ["--seed", str(seed), "--log-timers-to-tensorboard", "--tensorboard-dir", str(folder / "tensorboard")]
             own += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
             command = trainer_command(processes, [*shared, *own])
-            runs.append(Run(arm, seed, folder, command, _evaluation(folder, held_out, "--host" in flags)))
-            claim(runs[-1], _settings(args) | {"seed": seed, "processes": processes})
+            evaluation = _evaluation(folder, held_out, "--host" in flags)
+            runs.append(Run(arm, seed, folder, args.train_iters, command, evaluation))
+            claims.append(_settings(args) | {"seed": seed, "processes": processes})
     _check_lengths(lengths)
+    # Only now: a folder made for settings that are refused would be in the way of the corrected ones.
+    for run, settings in zip(runs, claims, strict=True):
+        claim(run, settings)
     # All arms of a seed before the next seed: whenever it stops, what is there can be compared.
     return sorted(runs, key=lambda run: run.seed), next(iter(lengths.values()))
 
@@ -92,9 +104,15 @@ def _refuse_overridden(arm: Arm, flags: Sequence[str]) -> None:
     for name in arm.settings:
         if name.replace("_", "-") in given:
             raise UserError(f"--{name} on the command line would overrule the arm {arm.name}: put it into --arms only")
+        if name.replace("_", "-") in WARMUP_FLAGS and (other := given & set(WARMUP_FLAGS)):
+            raise UserError(
+                f"--{min(other)} on the command line would overrule {name} of the arm {arm.name}: put it into --config "
+                "or --arms"
+            )
 
 
 def _check(args, arm: Arm, processes: int) -> None:
+    from megatron_prores.megatron.data_check import check_data
     from megatron_prores.megatron.plan import plan
 
     if not args.train_iters:
@@ -103,8 +121,12 @@ def _check(args, arm: Arm, processes: int) -> None:
         raise UserError("give --eval-interval and --eval-iters: arms are compared by their validation loss")
     if not args.save_interval:
         raise UserError("give --save-interval: a run that is interrupted continues from its last checkpoint")
+    for name in _ENDS_EARLY:
+        if getattr(args, name, None):
+            raise UserError(f"leave out --{name.replace('_', '-')}: every run is trained to its last step")
     try:
         plan(args, processes)
+        check_data(args)
     except UserError as error:
         raise UserError("\n".join(f"{arm.name}: {line}" for line in str(error).splitlines())) from error
 
@@ -125,4 +147,4 @@ def _only_dataset(args) -> str | None:
     """The prefix of the validation data where it is one dataset of its own."""
     paths = args.valid_data_path or []
     names = paths if len(paths) == 1 else paths[1:] if len(paths) == 2 else []
-    return names[0] if names and os.path.exists(f"{names[0]}.idx") else None
+    return names[0] if names else None

@@ -1,6 +1,7 @@
 """All runs of a comparison, as many at a time as there are devices for."""
 
 import queue
+import signal
 import subprocess
 import threading
 import time
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from megatron_prores.compare.runs import Run, RunFailed, carry_out, stop
+from megatron_prores.compare.runs import Run, RunFailed, ask_to_stop, carry_out, stop
 from megatron_prores.errors import UserError
 
 
@@ -81,8 +82,24 @@ def _processes() -> Iterator[tuple[Callable[[subprocess.Popen], None], threading
         yield running.append, stopped
     finally:
         stopped.set()
-        for process in running:
-            stop(process)
+        with _uninterrupted():  # by a second Ctrl-C, which would leave processes behind
+            for process in running:
+                ask_to_stop(process)
+            for process in running:
+                stop(process)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _minutes(seconds: float) -> str:

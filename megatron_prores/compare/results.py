@@ -99,6 +99,10 @@ class ArmResult:
 
     @property
     def verdict(self) -> str:
+        if self.arm.versus is not None and self.baseline is None:
+            return f"nothing of {self.arm.versus} is finished"
+        if not self.loss.values:
+            return "diverged"
         return "baseline" if self.difference is None else verdict(self.difference)
 
 

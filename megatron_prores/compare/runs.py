@@ -39,6 +39,7 @@ class Run:
 
     Attributes:
         folder: holds checkpoints/, tensorboard/, log.txt and, once the run is over, curves.npz and result.json.
+        length: in iterations.
         command: trains it, and continues from its last checkpoint.
         evaluation: measures its last checkpoint on the held-out set into evaluation.json; None without such a set.
     """
@@ -46,6 +47,7 @@ class Run:
     arm: Arm
     seed: int
     folder: Path
+    length: int
     command: tuple[str, ...]
     evaluation: tuple[str, ...] | None
 
@@ -110,22 +112,33 @@ def carry_out(run: Run, environment: Mapping[str, str], on_start: Callable[[subp
             raise RunFailed(f"{run.folder}: another process works on this run") from error
         if run.is_finished():
             return
+        start = _size(run.folder / "log.txt")
         code = _train(run, environment, on_start, lock.fileno())
         state = {0: FINISHED, **dict.fromkeys(_NOT_A_NUMBER, DIVERGED)}.get(code)
         if state is None:
-            raise RunFailed(f"{run.name}: ended with exit code {code}: {_reason(run.folder / 'log.txt')}")
+            raise RunFailed(f"{run.name}: ended with exit code {code}: {_reason(run.folder / 'log.txt', start)}")
+        if state == FINISHED and (reached := _last_checkpoint(run)) != run.length:
+            raise RunFailed(f"{run.name}: ended at iteration {reached} of {run.length} (see {run.folder / 'log.txt'})")
         evaluation = None
         if state == FINISHED and run.evaluation:
+            start = _size(run.folder / "log.txt")
             code = _call(run, run.evaluation, environment, on_start, lock.fileno())
             if code:
-                raise RunFailed(f"{run.name}: prores evaluate failed: {_reason(run.folder / 'log.txt')}")
+                raise RunFailed(f"{run.name}: prores evaluate failed: {_reason(run.folder / 'log.txt', start)}")
             evaluation = json.loads((run.folder / "evaluation.json").read_text())
         _finish(run, state, evaluation)
 
 
+def _last_checkpoint(run: Run) -> int:
+    try:
+        return int((run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def _train(run: Run, environment: Mapping[str, str], on_start: Callable, lock: int) -> int:
     log = run.folder / "log.txt"
-    start = log.stat().st_size if log.exists() else 0
+    start = _size(log)
     code = _call(run, run.command, environment, on_start, lock)
     if code == 1:  # torchrun's, whatever the rank's was
         with open(log, "rb") as file:
@@ -153,9 +166,7 @@ def _call(run: Run, command: tuple[str, ...], environment: Mapping[str, str], on
 
 def stop(process: subprocess.Popen, patience: float = 10.0) -> None:
     """End a process and those that it has started."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
+    ask_to_stop(process)
     deadline = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -163,9 +174,19 @@ def stop(process: subprocess.Popen, patience: float = 10.0) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _reason(log: Path) -> str:
-    """What the log says last that looks like an error, in a line."""
-    text = log.read_text(errors="replace")[-20000:]
+def ask_to_stop(process: subprocess.Popen) -> None:
+    """The signal alone, to a process and those that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+def _reason(log: Path, start: int) -> str:
+    """What the log says, from a byte on, that looks like an error, in a line: earlier attempts stand before it."""
+    text = log.read_bytes()[start:].decode(errors="replace")[-20000:]
     found = _ERROR.findall(text)
     return f"{found[0].removeprefix('error: ')} (see {log})" if found else f"see {log}"
 

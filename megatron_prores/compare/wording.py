@@ -16,7 +16,8 @@ def sentences(results: Sequence[ArmResult]) -> Iterable[str]:
         if not loss.values:
             continue
         if result.difference is None:
-            yield f"{name}: loss {with_interval(loss)}, perplexity {perplexity(loss)}"
+            missing = f"; nothing of {result.arm.versus} is finished" if result.arm.versus else ""
+            yield f"{name}: loss {with_interval(loss)}, perplexity {perplexity(loss)}{missing}"
             continue
         yield f"{name}: loss {with_interval(loss)}, perplexity {perplexity(loss)}; {_against(result)}"
 
@@ -25,6 +26,8 @@ def _against(result: ArmResult) -> str:
     difference, versus, count = result.difference, result.arm.versus, len(result.difference.values)
     if not count:
         return f"no seed to compare with {versus}"
+    if not any(difference.values):
+        return f"no difference to {versus} in {count} seed{'s' * (count > 1)}"
     amount = f"{abs(difference.mean):.4f}"
     direction = "below" if difference.mean < 0 else "above"
     text = f"{amount} {direction} {versus}"
@@ -43,11 +46,15 @@ def with_interval(estimate: Estimate) -> str:
 
 def perplexity(loss: Estimate) -> str:
     """exp(mean loss), and what the loss's interval becomes."""
-    mean = f"{math.exp(min(loss.mean, 700)):.2f}"
+    mean = _exp(loss.mean)
     if not math.isfinite(loss.half_width):
         return mean
-    low, high = (math.exp(min(end, 700)) for end in loss.interval)
-    return f"{mean} ({low:.2f} to {high:.2f})"
+    low, high = map(_exp, loss.interval)
+    return f"{mean} ({low} to {high})"
+
+
+def _exp(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):{'.2f' if loss < 14 else '.3g'}}"
 
 
 def _signed(value: float) -> str:
