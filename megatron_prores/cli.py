@@ -1,11 +1,11 @@
 """The `prores` command: one subcommand per module of `megatron_prores.commands`."""
 
-import argparse
 import importlib
 import sys
 
 from megatron_prores import __version__
 from megatron_prores.errors import UserError, did_you_mean, run_and_exit
+from megatron_prores.options import Parser
 
 # Each module has add_arguments(parser) and run(args), or main(argv) where Megatron's parser reads the flags. Only the
 # one that is asked for is imported.
@@ -23,11 +23,6 @@ COMMANDS = {
     "import": ("import_", "turn a Hugging Face model into a checkpoint to continue from"),
     "doctor": ("doctor", "print versions and what was built, and check the operators on this machine"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def _overview() -> str:
@@ -57,7 +52,7 @@ def run(argv: list[str]) -> None:
     if hasattr(module, "main"):
         module.main(rest)
         return
-    parser = _Parser(prog=f"prores {name}", description=summary, allow_abbrev=False)
+    parser = Parser(prog=f"prores {name}", description=summary)
     module.add_arguments(parser)
     module.run(parser.parse_args(rest))
 

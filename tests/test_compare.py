@@ -162,7 +162,7 @@ def test_a_run_that_fails_says_why_and_can_be_done_again(tmp_path):
     with pytest.raises(RunFailed, match=r"arm, seed 1: ended with exit code 2: there is no data \(see .*log.txt\)"):
         end(run)
     assert not run.is_finished()
-    failures = train_all([run, run_of(tmp_path / "other", "raise SystemExit(3)")], [{}], 10, lambda line: None)
+    failures = train_all([run, run_of(tmp_path / "other", "raise SystemExit(3)")], [{}], lambda line: None)
     assert len(failures) == 2 and "exit code 3: see " in failures[1]
 
 
@@ -202,7 +202,7 @@ def interrupt():
         time.sleep(0.2)
 threading.Thread(target=interrupt, daemon=True).start()
 signal.signal(signal.SIGINT, signal.default_int_handler)
-train_all(runs, [{{}}, {{}}], 10, print)
+train_all(runs, [{{}}, {{}}], print)
 """
     done = subprocess.run(
         [sys.executable, "-c", interrupting, str(tmp_path / "one"), str(tmp_path / "other")],

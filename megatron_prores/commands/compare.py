@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 
 from megatron_prores.errors import UserError
-from megatron_prores.options import count
+from megatron_prores.options import Parser, count
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="prores compare",
         usage="%(prog)s --arms FILE --output DIR [options] --config FILE [FLAGS OF THE TRAINER]",
         description="Train every arm from every seed and write a report (HTML, PNG, CSV). Runs that are finished are "
         "not done again, others continue. All other flags, --config among them, are the trainer's and shared by all.",
-        allow_abbrev=False,
     )
     parser.add_argument("--arms", required=True, metavar="FILE", help="YAML: name of an arm -> its flags and values")
     parser.add_argument("--output", required=True, metavar="DIR", help="report, and a folder for each run")
@@ -32,12 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         help="held-out set for the last checkpoints (default: the validation data, where it is one dataset)",
     )
     parser.add_argument("--report-only", action="store_true", help="train nothing; report what is finished")
-    parser.error = _refuse
     return parser
-
-
-def _refuse(message: str) -> None:
-    raise UserError(f"prores compare: {message}; see prores compare --help")
 
 
 def main(argv: list[str]) -> None:
@@ -68,13 +62,13 @@ def _train(argv: list[str], options: argparse.Namespace, flags: list[str], compa
 
     seeds = range(1, options.seeds + 1)
     slots = _slots(options, "--host" in flags)  # before the plan, for which this process is on the host: no GPU counts
-    runs, length = plan.plan_runs(compared, seeds, flags, options.processes, output, options.evaluate_data)
+    runs = plan.plan_runs(compared, seeds, flags, options.processes, output, options.evaluate_data)
     (output / page.COMMAND_FILE).write_text(f"prores compare {shlex.join(argv)}\n")
     left = sum(not run.is_finished() for run in runs)
-    _say(f"{len(runs)} runs of {length} iterations, {left} to do, up to {len(slots)} at a time")
+    _say(f"{len(runs)} runs of {runs[0].length} iterations, {left} to do, up to {len(slots)} at a time")
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return pool.train_all(runs, slots, length, _say)
+        return pool.train_all(runs, slots, _say)
     except KeyboardInterrupt:
         _say("interrupted: the same command goes on where it stopped")
         raise

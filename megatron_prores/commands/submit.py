@@ -10,19 +10,18 @@ from pathlib import Path
 
 import megatron_prores
 from megatron_prores.errors import UserError
-from megatron_prores.options import count
+from megatron_prores.options import Parser, count
 from megatron_prores.slurm import checks, prepare, queue, script, state
 
 _LAUNCH_SCRIPTS = Path(megatron_prores.__file__).parents[1] / "launch_scripts" / "slurm"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="prores submit",
         usage="%(prog)s --run DIR --nodes N [--gpus-per-node G] [options] --config FILE [FLAGS OF THE TRAINER]",
         description="Check a run against its nodes, write its batch script and hand that to Slurm. All other flags, "
         "--config among them, are the trainer's; checkpoints and logs go into the run's folder.",
-        allow_abbrev=False,
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or that of an array's runs")
     parser.add_argument("--nodes", required=True, type=count, metavar="N")
@@ -43,12 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more for sbatch: --sbatch=--exclusive"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script; write and submit nothing")
-    parser.error = _refuse
     return parser
-
-
-def _refuse(message: str) -> None:
-    raise UserError(f"prores submit: {message}; see prores submit --help")
 
 
 def main(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ COMMAND_FILE = "command.txt"
 _SHOWN = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "padded_vocab_size"),
     *("global_batch_size", "train_iters", "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad"),
-    *("train_data_path", "valid_data_path", "tokenizer_model", "params_dtype", "processes"),
+    *("train_data_path", "valid_data_path", "tokenizer_model", "processes"),
 )
 
 _STYLE = """

@@ -34,8 +34,8 @@ def check_flags(flags: Sequence[str]) -> None:
 
 def plan_runs(
     arms: Sequence[Arm], seeds: Sequence[int], flags: Sequence[str], processes: int, output: Path, data: str | None
-) -> tuple[list[Run], int]:
-    """The runs, seed by seed, and the iterations of each; their folders are made.
+) -> list[Run]:
+    """The runs, seed by seed; their folders are made.
 
     Args:
         flags: the trainer's, `--config` among them.
@@ -76,7 +76,7 @@ def plan_runs(
     for run, settings in zip(runs, claims, strict=True):
         claim(run, settings)
     # All arms of a seed before the next seed: whenever it stops, what is there can be compared.
-    return sorted(runs, key=lambda run: run.seed), next(iter(lengths.values()))
+    return sorted(runs, key=lambda run: run.seed)
 
 
 def _settings(args) -> dict:

@@ -14,14 +14,13 @@ from megatron_prores.compare.runs import Run, RunFailed, ask_to_stop, carry_out,
 from megatron_prores.errors import UserError
 
 
-def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], length: int, say: Callable[[str], None]) -> list:
+def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], say: Callable[[str], None]) -> list[str]:
     """Carry out what is not finished, in the order given.
 
     What a run computes does not depend on how many run beside it: each has processes, threads and a folder of its own.
 
     Args:
         slots: variables of the processes that can run at a time, one mapping for each run beside the others.
-        length: iterations of a run, for the progress bar.
         say: is told of every run that ends.
 
     Returns:
@@ -57,20 +56,21 @@ def train_all(runs: Sequence[Run], slots: Sequence[Mapping[str, str]], length: i
         threads = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in slots]
         for thread in threads:
             thread.start()
-        for _ in _watch(threads, runs, length):
-            pass
+        _watch(threads, runs)
     return failures
 
 
-def _watch(threads: Iterable[threading.Thread], runs: Sequence[Run], length: int) -> Iterator[None]:
+def _watch(threads: Iterable[threading.Thread], runs: Sequence[Run]) -> None:
     """A bar of all runs' iterations, until the threads have ended."""
-    before = sum(length if run.is_finished() else run.step() for run in runs)
-    with tqdm(total=length * len(runs), initial=before, unit="step", disable=None, desc="training") as bar:
+
+    def done() -> int:
+        return sum(run.length if run.is_finished() else run.step() for run in runs)
+
+    total = sum(run.length for run in runs)
+    with tqdm(total=total, initial=done(), unit="step", disable=None, desc="training") as bar:
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.5)
-            now = sum(length if run.is_finished() else run.step() for run in runs)
-            bar.update(max(0, now - bar.n))
-            yield
+            bar.update(max(0, done() - bar.n))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from megatron_prores.huggingface.folder import check_new, new_folder
 from megatron_prores.huggingface.folding import Folding
 from megatron_prores.huggingface.rotary import check_rotary
 from megatron_prores.megatron import screen
-from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
+from megatron_prores.megatron.saved_model import find_iteration, fitting_tokenizer, load_model, parse_saved
+from megatron_prores.options import refuse_torchrun
 
 RECORD = "prores_export.json"
 
@@ -26,8 +26,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the checkpoint, its tokenizer or the output cannot be used, or the model is not a Llama.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise UserError("prores export runs in one process: start it without torchrun")
+    refuse_torchrun("prores export")
     check_new(options.output, RECORD, options.overwrite)
     iteration = find_iteration(options.checkpoint, options.ckpt_step)
     args = parse_saved(options, iteration)
@@ -49,16 +48,10 @@ def _write(args: argparse.Namespace, dtype: str | None, folder: Path) -> dict:
     """
     from megatron.core.utils import unwrap_model
     from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.global_vars import get_tokenizer
 
     from megatron_prores.megatron import driver
 
-    vocab_size = get_tokenizer().vocab_size
-    if vocab_size > args.padded_vocab_size:
-        raise UserError(
-            f"the tokenizer {args.tokenizer_model} has {vocab_size} tokens and the model {args.padded_vocab_size}: "
-            "it is not the one that the model was trained with"
-        )
+    vocab_size = fitting_tokenizer(args).vocab_size
     dtype = getattr(torch, dtype) if dtype else args.params_dtype
     config = llama_config.llama_config(
         args, vocab_size, gpt_config_from_args(args).rope_scaling_factor, str(dtype).removeprefix("torch.")

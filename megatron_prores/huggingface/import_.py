@@ -12,6 +12,7 @@ from megatron_prores.huggingface.files import SavedWeights
 from megatron_prores.huggingface.folder import check_new, new_folder
 from megatron_prores.huggingface.rotary import check_rotary
 from megatron_prores.megatron import launch, screen
+from megatron_prores.options import refuse_torchrun
 
 CONFIG = "model.yaml"
 _TOKENIZER = "tokenizer"
@@ -24,8 +25,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the model, its tokenizer or the output cannot be used, or Megatron has no such model.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise UserError("prores import runs in one process: start it without torchrun")
+    refuse_torchrun("prores import")
     source = Path(options.model)
     if not source.is_dir():
         raise UserError(f"--model {source}: no such folder (nothing is downloaded)")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
-from megatron_prores.options import check_output
+from megatron_prores.options import check_output, refuse_torchrun
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise UserError("prores evaluate runs in one process: start it without torchrun")
+    refuse_torchrun("prores evaluate")
     check_output(options.output)
 
 

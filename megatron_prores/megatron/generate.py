@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 
@@ -11,8 +10,8 @@ import torch
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.sampling import Sampling, complete
-from megatron_prores.megatron.saved_model import find_iteration, load_model, parse_saved
-from megatron_prores.options import check_output
+from megatron_prores.megatron.saved_model import find_iteration, fitting_tokenizer, load_model, parse_saved
+from megatron_prores.options import check_output, refuse_torchrun
 
 DEFAULT_PROMPT = "def "
 
@@ -40,14 +39,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _continuations(args: argparse.Namespace, options: argparse.Namespace, sampling: Sampling) -> Iterator[dict]:
     """Print every prompt with its continuation as soon as it is there, and yield what --output is to hold."""
-    from megatron.training.global_vars import get_tokenizer
-
-    tokenizer = get_tokenizer()
-    if tokenizer.vocab_size > args.padded_vocab_size:
-        raise UserError(
-            f"the tokenizer {args.tokenizer_model} has {tokenizer.vocab_size} tokens and the model "
-            f"{args.padded_vocab_size}: it is not the one that the model was trained with"
-        )
+    tokenizer = fitting_tokenizer(args)
     model = load_model(args)
     prompts = options.prompt or [DEFAULT_PROMPT]
     for number, prompt in enumerate(prompts):
@@ -79,8 +71,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--max-new-tokens must be at least 1, not {options.max_new_tokens}")
     if not 0 <= options.seed < 2**62:
         raise UserError(f"--seed must be 0 or more and below 2**62, not {options.seed}")
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
-        raise UserError("prores generate runs in one process: start it without torchrun")
+    refuse_torchrun("prores generate")
     check_output(options.output)
 
 

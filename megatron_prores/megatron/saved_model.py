@@ -189,6 +189,26 @@ def _no_tokenizer(path: str) -> UserError:
     )
 
 
+def fitting_tokenizer(args: argparse.Namespace) -> Any:
+    """The tokenizer of a checkpoint's model.
+
+    Args:
+        args: from `parse_saved()`.
+
+    Raises:
+        UserError: it has more tokens than the model.
+    """
+    from megatron.training.global_vars import get_tokenizer
+
+    tokenizer = get_tokenizer()
+    if tokenizer.vocab_size > args.padded_vocab_size:
+        raise UserError(
+            f"the tokenizer {args.tokenizer_model} has {tokenizer.vocab_size} tokens and the model "
+            f"{args.padded_vocab_size}: it is not the one that the model was trained with"
+        )
+    return tokenizer
+
+
 def load_model(args: argparse.Namespace) -> torch.nn.Module:
     """The checkpoint's model for evaluation, with alpha(l, N) of its iteration N.
 
