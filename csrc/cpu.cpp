@@ -15,7 +15,9 @@
 #define PRORES_STREAMED_BYTES (32 << 20)
 #endif
 
-#pragma GCC optimize("O3", "fp-contract=fast")
+// No operation here traps: what is chosen with `?:` may be computed before.
+#pragma GCC optimize("O3", "fp-contract=fast", "no-trapping-math")
+#define PRORES_INLINE __attribute__((always_inline))  // a loop that calls a function is not vectorised
 
 #define PRORES_INSTRUCTION_SET base
 #define PRORES_VECTOR_BYTES 16

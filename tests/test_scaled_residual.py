@@ -188,6 +188,17 @@ def test_conversions_are_torchs(dtype, name):
             assert same_bits(out, (every.float() * alpha).to(dtype))
 
 
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+def test_an_alpha_that_is_not_a_number_is_seen(dtypes, op):
+    for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x800000 + 1):  # every NaN rounds to a NaN
+        alpha = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        (x, residual, bias), grad = inputs((3, 33), dtypes)
+        out, d_x, d_residual, d_bias = forward_backward(
+            lambda x, residual, bias, alpha=alpha: scaled_residual(x, residual, alpha, bias), [x, residual, bias], grad
+        )
+        assert out.isnan().all() and d_x.isnan().all() and d_bias.isnan().all() and torch.equal(d_residual, grad)
+
+
 @pytest.mark.parametrize("prob", [0.0, 0.3])
 def test_gradcheck(prob, op):
     for with_bias, alpha, residual_scale in ((True, 1 / 3, 1.5), (True, 0.0, 1.0), (False, 1.0, 1.0)):

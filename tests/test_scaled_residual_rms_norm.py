@@ -55,6 +55,11 @@ def test_agrees_with_float64(dtypes, residual_scale, op):
 
 
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+def test_a_row_of_a_million(dtypes, op):
+    assert_exact(*norm_inputs((2, 2**20 + 3), dtypes, with_bias=False), 1 / 3)
+
+
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
 def test_gradients_of_one_result_only(dtypes, op):
     for shape in SHAPES:
         if shape[-1] == 1:  # the norm of one number is its sign: what is left of its gradient is rounding
