@@ -18,6 +18,11 @@ def add_deepspeed_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         metavar="FILE",
         help='DeepSpeed config (JSON): ZeRO stage, precision, offload, and "prores"; required',
     )
+    group.add_argument(
+        "--to-megatron",
+        metavar="DIR",
+        help="write the checkpoint of --load to DIR in Megatron's format, in the layout of the training, and end",
+    )
     group.add_argument("--deepspeed", action="store_true", help="accepted; this entry always uses DeepSpeed")
     group.add_argument("--local_rank", type=int, default=None, help="set by the deepspeed launcher")
     return parser

@@ -14,6 +14,7 @@ from megatron_prores.deepspeed.engine import STATE
 from megatron_prores.errors import UserError
 from megatron_prores.megatron import guard
 from megatron_prores.megatron.screen import is_first_rank, say
+from megatron_prores.whole_file import replacing
 
 _SAVED = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "swiglu"),
@@ -53,10 +54,18 @@ def leave_out_empty_states(model: torch.nn.Module) -> None:
     """Keep Megatron's `_extra_state`, which is None in its linear layers, out of checkpoints: `ds_to_universal` takes
     everything there for a tensor.
     """
-    for module in model.modules():
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            module.register_state_dict_post_hook(_drop_empty_state)
-            module.register_load_state_dict_pre_hook(_expect_empty_state)
+    for module in _with_extra_state(model):
+        module.register_state_dict_post_hook(_drop_empty_state)
+
+
+def miss_no_empty_states(model: torch.nn.Module) -> None:
+    """Load what was saved without them."""
+    for module in _with_extra_state(model):
+        module.register_load_state_dict_pre_hook(_expect_empty_state)
+
+
+def _with_extra_state(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if type(m).get_extra_state is not torch.nn.Module.get_extra_state]
 
 
 def _drop_empty_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -92,10 +101,8 @@ def save(engine: deepspeed.DeepSpeedEngine, iteration: int, floating_point_opera
     # DeepSpeed would name it before the other ranks have written theirs, and in a file that a kill can cut off.
     torch.distributed.barrier()
     if args.rank == 0:
-        new = os.path.join(args.save, "latest.new")
-        with open(new, "w") as file:
-            file.write(tag)
-        os.replace(new, os.path.join(args.save, "latest"))
+        with replacing(os.path.join(args.save, "latest")) as new:
+            new.write_text(tag)
 
 
 def load(engine: deepspeed.DeepSpeedEngine, universal: bool) -> None:

@@ -23,8 +23,9 @@ def use_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:
     """Put DeepSpeed into Megatron's trainer."""
     settled = arguments.reconcile(args, config)
 
-    from megatron_prores.deepspeed import faults, trainer
+    from megatron_prores.deepspeed import faults, to_megatron, trainer
 
+    to_megatron.check(args)
     faults.skip_shared_memory_kernel()
     trainer.install(settled)
 

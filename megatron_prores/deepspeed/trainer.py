@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, training
 from torch import Tensor
 
-from megatron_prores.deepspeed import checkpoint, faults, mpu
+from megatron_prores.deepspeed import checkpoint, faults, mpu, to_megatron
 from megatron_prores.deepspeed.engine import start, switch_on
 from megatron_prores.deepspeed.gpt_pipeline import GPTPipeline
 from megatron_prores.errors import UserError
@@ -80,10 +80,13 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
     if weights is not None and checkpoint.latest(args.load, universal) is None:
         initial.initialize(model, weights)
         initial.tell(weights)
+    stage_model = model
     is_pipeline = args.pipeline_model_parallel_size > 1 or "pipeline" in config
     if is_pipeline:
         model = GPTPipeline(model, _pipeline_loss(model), _recompute_layers(args))
-    checkpoint.leave_out_empty_states(model)
+    checkpoint.miss_no_empty_states(model)
+    if args.to_megatron is None:  # Megatron's format has them
+        checkpoint.leave_out_empty_states(model)
     faults.refuse(model, config)
     groups = _parameter_groups(model, args)
     own_optimizer = None if "optimizer" in config else _adamw(groups, args, config)
@@ -99,6 +102,9 @@ def _setup(config: dict[str, Any], container: Any, pg_collection: Any) -> tuple:
     hook = switch_on(_engine, driver.stage_coefficients(), args.prores_override, say=screen.say)
     driver.use_clock(lambda iteration: iteration - _engine.skipped_steps)
     checkpoint.load(_engine, universal)
+    if args.to_megatron is not None:
+        to_megatron.save(_engine, stage_model)
+        raise SystemExit(0)
     driver.tell(stages)
     return [_engine.module], EngineOptimizer(_engine), hook
 

@@ -51,6 +51,8 @@ def find_iteration(folder: str, step: int | None = None) -> int:
         inside = re.fullmatch(r"iter_0*(\d+)", os.path.basename(os.path.abspath(folder)))
         hint = f"; give the folder above it, with --ckpt-step {inside[1]}" if names and inside else ""
         why = "it holds no iter_* folder" if os.path.isdir(folder) else "no such folder"
+        if any(name.startswith("global_step") for name in names):
+            hint = "; what is there is DeepSpeed's: its entry writes it in Megatron's format with --to-megatron DIR"
         raise UserError(f"there is no checkpoint in {folder}: {why}{hint}")
     if step is None:
         step = _latest(folder)
