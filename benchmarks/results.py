@@ -9,8 +9,8 @@ from importlib.metadata import version
 import torch
 
 from megatron_prores import __version__
-from megatron_prores.commands.doctor import cpu_name
 from megatron_prores.errors import UserError
+from megatron_prores.machine import cpu_name
 from megatron_prores.ops.choice import why_not_fused
 
 Row = dict[str, object]

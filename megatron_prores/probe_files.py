@@ -9,10 +9,7 @@ stays the same throughout the run. Two of the paper's measures come from it (arX
   the residual output at iteration t and at the last probe.
 """
 
-import contextlib
-import os
 import re
-import secrets
 import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_prores.errors import UserError
+from megatron_prores.whole_file import replacing
 
 FOLDER = "prores-probe"
 """Beside the event files in `--tensorboard-dir`."""
@@ -75,17 +73,12 @@ def write_probe(tensorboard_dir: str | Path, iteration: int, probe: Probe) -> No
     """
     folder = Path(tensorboard_dir, FOLDER)
     path = folder / f"iter_{iteration:07}.npz"
-    temporary = folder / f".{path.name}.{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path) as new, new.open("wb") as file:
             np.savez(file, **{field.name: getattr(probe, field.name) for field in fields(Probe)})
-        os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write the probe {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def probe_files(tensorboard_dir: str | Path) -> dict[int, Path]:

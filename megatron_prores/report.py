@@ -2,7 +2,6 @@
 
 import os
 import re
-import secrets
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_prores.errors import UserError
 from megatron_prores.schedule import Schedule
+from megatron_prores.whole_file import replacing
 
 LOSS_TAG = "lm loss"
 VALIDATION_TAG = "lm loss validation"
@@ -214,14 +214,9 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    path = Path(path)
-    # In the same directory, so that the replacement is one rename. A Figure made without pyplot draws PNGs with Agg,
-    # whatever the display and MPLBACKEND are.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, path)
+        with replacing(path) as new:
+            # A Figure made without pyplot draws PNGs with Agg, whatever the display and MPLBACKEND are.
+            figure.savefig(new, format="png", dpi=150)
     except OSError as error:
         raise UserError(f"cannot write the picture {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

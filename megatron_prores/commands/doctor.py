@@ -1,7 +1,6 @@
 """`prores doctor`: what is installed and built, which operators run here, and whether they compute what they should."""
 
 import argparse
-import os
 import platform
 import sys
 import textwrap
@@ -11,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_prores import __version__
+from megatron_prores.machine import cpu_name
 
 # Distributions whose versions matter here; read, not imported: that takes seconds and prints.
-_PACKAGES = ("torch", "megatron-core", "numpy", "deepspeed", "transformer-engine", "apex")
+_PACKAGES = ("torch", "megatron-core", "numpy", "deepspeed", "transformers", "lm_eval", "transformer-engine", "apex")
 _WIDTH = 88
 _LABEL = 22
 
@@ -80,16 +80,6 @@ def run(args: argparse.Namespace) -> None:
         _wrapped(f"FAILED: {failure}")
     if failures:
         sys.exit(1)
-
-
-def cpu_name() -> str:
-    """As the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.processor() or platform.machine())} ({os.cpu_count()} cores)"
 
 
 def _version(package: str) -> str:

@@ -16,6 +16,7 @@ from megatron_prores.compare.results import ArmResult, write_tables
 from megatron_prores.compare.statistics import Estimate
 from megatron_prores.compare.wording import perplexity, sentences, signed_with_interval, with_interval
 from megatron_prores.report import GRAD_NORM_TAG, LOSS_TAG
+from megatron_prores.whole_file import replacing
 
 COMMAND_FILE = "command.txt"
 """In --output."""
@@ -92,9 +93,8 @@ def write_report(results: Sequence[ArmResult], output: Path) -> Path:
         *(f"<pre>{escape(text)}</pre>" for text in (_command(output), _settings(results), _shared(results)) if text),
     ]
     page = output / "report.html"
-    temporary = page.with_name(".report.html.new")
-    temporary.write_text(_html(body), encoding="utf-8")
-    temporary.replace(page)
+    with replacing(page) as new:
+        new.write_text(_html(body), encoding="utf-8")
     return page
 
 

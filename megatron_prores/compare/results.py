@@ -16,6 +16,7 @@ from megatron_prores.compare.statistics import Estimate, paired_difference, verd
 from megatron_prores.errors import UserError
 from megatron_prores.report import GRAD_NORM_TAG, LOSS_TAG, VALIDATION_TAG, Scalars, Series
 from megatron_prores.spikes import spike_score
+from megatron_prores.whole_file import replacing
 
 SECONDS_TAG = "iteration-time"
 
@@ -196,7 +197,5 @@ def _number(value: float) -> str:
 
 
 def _write(path: Path, rows: Iterable[Sequence]) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
+    with replacing(path) as new, new.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
-    temporary.replace(path)

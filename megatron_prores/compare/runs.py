@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -18,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from megatron_prores import __version__
-from megatron_prores.commands.doctor import cpu_name
 from megatron_prores.compare.arms import Arm
 from megatron_prores.errors import UserError
+from megatron_prores.machine import cpu_name
 from megatron_prores.report import Scalars, read_scalars
+from megatron_prores.whole_file import replacing
 
 FINISHED, DIVERGED = "finished", "diverged"
 _NOT_A_NUMBER = (16, 17)  # exit codes of Megatron's trainer: the loss or a gradient is NaN or infinite
@@ -213,9 +213,8 @@ def write_curves(path: Path, scalars: Scalars) -> None:
     arrays = {
         f"{tag}:{what}": array for tag, series in scalars.items() for what, array in zip("xy", series, strict=True)
     }
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.npz")
-    np.savez_compressed(temporary, **arrays)
-    os.replace(temporary, path)
+    with replacing(path) as new, new.open("wb") as file:
+        np.savez_compressed(file, **arrays)
 
 
 def read_curves(path: Path) -> Scalars:
@@ -226,9 +225,8 @@ def read_curves(path: Path) -> Scalars:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with replacing(path) as new:
+        new.write_text(text)
 
 
 def trainer_command(processes: int, flags: list[str]) -> tuple[str, ...]:

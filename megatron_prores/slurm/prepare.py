@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from megatron_prores.errors import UserError, run_and_exit
+from megatron_prores.whole_file import replacing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -94,12 +95,10 @@ def repair_tracker(checkpoints: Path) -> str | None:
     if not whole:
         tracker.unlink()
         return f"{tracker} named no iteration and no whole checkpoint is there: starting anew"
-    new = tracker.with_suffix(".new")
-    with new.open("w") as file:
+    with replacing(tracker) as new, new.open("w") as file:
         file.write(str(max(whole)))
         file.flush()
         os.fsync(file.fileno())
-    new.replace(tracker)
     return f"{tracker} named no iteration: continuing from {max(whole)}, the last whole checkpoint"
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_prores.whole_file import replacing
+
 NAME = "slurm.state"
 
 # What only Slurm can end.
@@ -43,6 +45,5 @@ def read(run: Path) -> State | None:
 
 def write(run: Path, state: State) -> None:
     """In one piece, as `job.sh` does it."""
-    new = run / f"{NAME}.new"
-    new.write_text("".join(f"{field.name}={getattr(state, field.name)}\n" for field in fields(State)))
-    new.replace(run / NAME)
+    with replacing(run / NAME) as new:
+        new.write_text("".join(f"{field.name}={getattr(state, field.name)}\n" for field in fields(State)))
