@@ -103,6 +103,10 @@ _UNSUPPORTED = {
 }
 
 
+# Their defaults are not DeepSpeed's: only what was given can be refused.
+_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
 def reconcile(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """The config as DeepSpeed gets it: sizes, precision and clipping are those of Megatron's flags.
 
@@ -171,9 +175,15 @@ def _settle_optimizer(args: argparse.Namespace, config: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
     for name, flag in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise UserError(f"{flag} is not supported under DeepSpeed: remove it, or use Megatron's own trainer")
+    for name in _LOSS_SCALING:
+        if getattr(args, name) != getattr(OptimizerConfig, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f'{flag} is not supported under DeepSpeed: use "fp16" in its config')
     if args.context_parallel_size > 1:
         raise UserError("--context-parallel-size is not supported under DeepSpeed: use Megatron's own trainer")
     if args.qk_layernorm and args.tensor_model_parallel_size > 1:

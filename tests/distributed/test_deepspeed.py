@@ -249,6 +249,11 @@ REFUSED = {
     "DeepSpeed's own key": ((), {"zero_optimization": {"stag": 1}}, "DeepSpeed does not accept this"),
     "Megatron's optimizer": (("--use-distributed-optimizer",), {}, '"zero_optimization"'),
     "sequence parallel": ((*TP2, "--sequence-parallel"), {}, "--sequence-parallel is not supported"),
+    "loss scale": (
+        ("--initial-loss-scale", "1024"),
+        {},
+        '--initial-loss-scale is not supported under DeepSpeed: use "fp16"',
+    ),
     "probes": (("--prores-probe-interval", "2"), {}, "--prores-probe-interval is not supported under DeepSpeed"),
 }
 
