@@ -293,6 +293,12 @@ def test_the_latest_checkpoint_is_the_tracker_s(tmp_path):
     assert find_iteration(str(tmp_path), 10) == 10
 
 
+def test_a_folder_of_deepspeeds_checkpoints_is_told_from_an_empty_one(tmp_path):
+    (tmp_path / "global_step5").mkdir()
+    with pytest.raises(UserError, match="DeepSpeed's: its entry writes it in Megatron's format with --to-megatron"):
+        find_iteration(str(tmp_path))
+
+
 LOGITS = torch.tensor([0.1, 2.0, 1.0, -1.0, 1.5])
 
 
