@@ -12,6 +12,8 @@ class UserError(Exception):
 
 def run_and_exit(main: Callable[[], None]) -> None:
     """Run `main`; a `UserError` becomes a line on stderr (or a few) and exit code 2, and Ctrl-C exit code 130."""
+    if sys.stdout.errors == "strict":  # a path may have bytes that are not text; printing it must not fail
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         main()
         sys.stdout.flush()
@@ -29,6 +31,15 @@ def run_and_exit(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's exit would complain
         sys.exit(141)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: Python gives bytes of the command line that cannot as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -626,6 +626,7 @@ def test_bad_arguments(tmp_path, bpe):
         ({"--tokenizer": tmp_path / "folder"}, "folder: neither a folder nor a name that loads ("),
         ({"--tokenizer": tmp_path / "no_eos"}, "it has no EOS token, which ends each document"),
         ({"--tokenizer": None, "--train-tokenizer": 256}, "needs 257 tokens or more, not 256"),
+        ({"--tokenizer": None, "--train-tokenizer": 300, "--output": f"{tmp_path}/\udcff"}, "a path that is not UTF-8"),
         ({"--tokenizer": None}, "--tokenizer --train-tokenizer is required"),
         ({"--train-tokenizer": 300}, "not allowed with argument"),
         ({"--workers": 0}, "--workers must be at least 1"),

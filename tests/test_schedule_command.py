@@ -157,6 +157,15 @@ def test_bad_input_is_one_line(args, message):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_path_that_is_not_text(tmp_path):
+    """Its bytes are printed as they were given, also where Python would rather fail."""
+    png = os.fsencode(tmp_path) + b"/\xff.png"
+    command = [sys.executable, "-m", "megatron_prores.cli", "schedule", "--num-layers", "4", "--png", png]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"wrote " + png + b"\n") and os.path.exists(png)
+
+
 @pytest.mark.parametrize(
     "args",
     ["--num-layers 1", "--num-layers 120 --train-iters 500", "--num-layers 24 --schedule fix-L"],

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_prores
-from megatron_prores.errors import UserError
+from megatron_prores.errors import UserError, is_text
 from megatron_prores.options import Parser, count
 from megatron_prores.slurm import checks, prepare, queue, script, state
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     try:
         for run in runs:
             run.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
     except OSError as error:
         raise UserError(f"--run {options.run} cannot be written ({error.strerror})") from error
     number = queue.submit(path, job.site)
@@ -114,6 +114,8 @@ def _job(options: argparse.Namespace, folder: Path, flags: tuple[str, ...], runs
         raise UserError("--at-once is for an --array")
     if bad := set('"%\n') & set(str(folder)):
         raise UserError(f"--run {folder}: Slurm cannot write to a path with {' or '.join(map(repr, sorted(bad)))}")
+    if not is_text(str(folder)):
+        raise UserError(f"--run {folder}: Megatron saves nothing at a path that is not UTF-8; give another")
     checks.refuse_short(options.time, options.sbatch)
     site = Path(options.site).resolve() if options.site else _LAUNCH_SCRIPTS / "site.sh"
     if options.site and not site.is_file():

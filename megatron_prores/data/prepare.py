@@ -14,7 +14,7 @@ from megatron_prores.data.parallel import encode_documents
 from megatron_prores.data.sources import Corpus, Document
 from megatron_prores.data.staging import publish, staging
 from megatron_prores.data.tokenizer import Encoder, load_tokenizer, tokenizer_threads, train_tokenizer
-from megatron_prores.errors import UserError
+from megatron_prores.errors import UserError, is_text
 
 # A vocabulary hardly changes after this much text, and a corpus of a terabyte would take days.
 TRAINING_BYTES = 1 << 30
@@ -93,6 +93,8 @@ def prepare_data(
     if str(output).endswith("/") or not Path(output).name:
         raise UserError(f"--output {output} is a folder; give a path prefix, such as {Path(output) / 'corpus'}")
     output = Path(output).expanduser()
+    if train_vocab_size is not None and not is_text(str(output)):
+        raise UserError(f"--output {output}: the tokenizer cannot be saved at a path that is not UTF-8; give another")
     tokenizer = tokenizer and os.path.expanduser(tokenizer)
     endings = [""] if validation_fraction is None else ["-train", "-valid"]
     parts = [Part(Path(f"{output}{ending}")) for ending in endings]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_prores.errors import UserError
+from megatron_prores.errors import UserError, is_text
 from megatron_prores.megatron import screen
 from megatron_prores.megatron.sampling import Sampling, complete
 from megatron_prores.megatron.saved_model import find_iteration, fitting_tokenizer, load_model, parse_saved
@@ -71,6 +71,9 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--max-new-tokens must be at least 1, not {options.max_new_tokens}")
     if not 0 <= options.seed < 2**62:
         raise UserError(f"--seed must be 0 or more and below 2**62, not {options.seed}")
+    for prompt in options.prompt:
+        if not is_text(prompt):
+            raise UserError(f"--prompt {prompt!r} is not UTF-8 text: give it in UTF-8")
     refuse_torchrun("prores generate")
     check_output(options.output)
 

@@ -266,6 +266,7 @@ def test_a_tokenizer_at_a_relative_path_is_asked_for(trained, tmp_path):
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--seed", "-1"], "--seed"),
         (["--output", "/no/such/folder/x"], "--output"),
+        (["--prompt", os.fsdecode(b"\xff")], "--prompt '\\udcff' is not UTF-8 text"),
         (["--ckpt-step", "7"], "give one of 5, 10"),
         (["--checkpoint", "/no/such/folder"], "/no/such/folder"),
         (["--checkpoint", "{}"], "no iter_"),

@@ -119,6 +119,7 @@ def test_deepspeeds_layout_is_checked_too(config, folder, flags, said):
         (("--run=r", *ON_HOST, "--array=seed=1", "--array=seed=2"), "a flag twice"),
         (("--run=r", *ON_HOST, "--at-once=2"), "--at-once"),
         (("--run=50%", *ON_HOST), "Slurm cannot write"),
+        (("--run=\udcff", *ON_HOST), "a path that is not UTF-8"),
         (("--run=r", *ON_HOST, "--site=nowhere.sh"), "--site nowhere.sh"),
         (("--run=r", *ON_HOST), "--train-iters"),
         (("--run=r", *ON_HOST, "--time=5"), "--time 5 leaves no time to train: Slurm warns 300 s before the limit"),
@@ -132,6 +133,17 @@ def test_mistakes_are_one_line(words, said):
     with pytest.raises(UserError, match=said) as error:
         submit.main(list(words))
     assert "\n" not in str(error.value)
+
+
+def test_the_script_holds_flags_that_are_not_text_as_they_are(config, tmp_path):
+    """With an sbatch that takes anything."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    words = (f"--run={tmp_path}/run", *ON_HOST, f"--config={config}", b"--wandb-project=\xff")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([*PRORES, "submit", *words], capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith(b"submitted job 7; "), done
+    assert b"\xff" in (tmp_path / "run" / "job.sbatch").read_bytes()
 
 
 @pytest.mark.parametrize("limit", ["6", "5:01", "1:00:00", "1-0", "0", "UNLIMITED", "12:30"])
