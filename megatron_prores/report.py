@@ -30,6 +30,9 @@ Scalars = dict[str, Series]
 _COLOURS = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, 256)))
 _ONE_COLOUR = _COLOURS(0.0)
 
+_MOST_LINES = _COLOURS.N
+"""Of more layers an even selection is drawn."""
+
 
 def check_png_path(path: str | Path) -> None:
     """Find out before the work, not after it, that a picture cannot be written.
@@ -108,14 +111,16 @@ def draw_schedule(schedule: Schedule, train_iters: int | None, path: str | Path)
     check_png_path(path)
     total = float(schedule.total_steps)
     end = _last_step_shown(total, train_iters)
+    layers = _selection(np.arange(1, schedule.num_layers + 1))
     # Besides an even grid, each layer's corners, or short ramps would look cut off.
-    corners = np.arange(schedule.num_layers + 1) * float(schedule.warmup_steps)
+    corners = np.concatenate([layers - 1, layers]) * float(schedule.warmup_steps)
     steps = np.unique(np.concatenate([np.linspace(0.0, end, 801), corners[corners <= end]]))
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    values = schedule.alpha(steps)
-    _alpha_lines(axes, {layer: (steps, values[:, layer - 1]) for layer in range(1, schedule.num_layers + 1)})
+    # Step by step: every layer at every step may be more than fits in memory.
+    values = np.array([schedule.alpha(step)[layers - 1] for step in steps])
+    _alpha_lines(axes, {int(layer): (steps, column) for layer, column in zip(layers, values.T, strict=True)})
     if total > 0:
         axes.axvline(total, color="0.5", linestyle=":", linewidth=1.2, label="W: the warm-up ends")
     if train_iters is not None and train_iters <= end:
@@ -123,8 +128,9 @@ def draw_schedule(schedule: Schedule, train_iters: int | None, path: str | Path)
     if axes.get_legend_handles_labels()[0]:
         # Above the axes, so that it never hides a line.
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize="small")
-    layers = "1 layer" if schedule.num_layers == 1 else f"{schedule.num_layers} layers"
-    axes.set_title(f"ProRes {schedule}, {layers}", pad=26)
+    count = "1 layer" if schedule.num_layers == 1 else f"{schedule.num_layers} layers"
+    drawn = "" if len(layers) == schedule.num_layers else f", {len(layers)} of them drawn"
+    axes.set_title(f"ProRes {schedule}, {count}{drawn}", pad=26)
     axes.set_xlim(0.0, end)
     step_axis(axes)
     save_figure(figure, path)
@@ -172,6 +178,11 @@ def _last_step_shown(total: float, train_iters: int | None) -> float:
     return end
 
 
+def _selection(layers: np.ndarray) -> np.ndarray:
+    """All of them, or as many as can be told apart, the first and the last among them."""
+    return layers[np.unique(np.linspace(0, len(layers) - 1, min(_MOST_LINES, len(layers))).round().astype(int))]
+
+
 def _marker(series: Series) -> str | None:
     """A line needs two points; what was logged once becomes a dot."""
     return "o" if len(series[0]) == 1 else None
@@ -179,13 +190,13 @@ def _marker(series: Series) -> str | None:
 
 def _alpha_lines(axes: Axes, series: dict[int, Series]) -> None:
     """One line per layer, the deep ones on top; the key is the layer's number."""
-    layers = sorted(series)
+    layers = _selection(np.array(sorted(series))).tolist()
     first = series[layers[0]]
     together = all(all(map(np.array_equal, first, series[layer])) for layer in layers)
     if together:
         # Lines on top of each other would show the deepest layer's colour only.
         axes.plot(*first, color=_ONE_COLOUR, linewidth=2.0, marker=_marker(first))
-        text = f"layer {layers[0]}" if len(layers) == 1 else f"all {len(layers)} layers"
+        text = f"layer {layers[0]}" if len(layers) == 1 else f"all {layers[-1]} layers"
         axes.set_ylabel(f"alpha of {text} (no unit)")
     else:
         norm = Normalize(layers[0], layers[-1])

@@ -168,7 +168,12 @@ def test_a_path_that_is_not_text(tmp_path):
 
 @pytest.mark.parametrize(
     "args",
-    ["--num-layers 1", "--num-layers 120 --train-iters 500", "--num-layers 24 --schedule fix-L"],
+    [
+        "--num-layers 1",
+        "--num-layers 120 --train-iters 500",
+        "--num-layers 24 --schedule fix-L",
+        "--num-layers 100000 --schedule stagewise-0",  # more lines than memory holds
+    ],
 )
 def test_png(tmp_path, args):
     png = tmp_path / "alpha.png"
