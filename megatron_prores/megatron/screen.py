@@ -16,6 +16,7 @@ def hush() -> None:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # "Retrying in 8s", where a tokenizer is neither here nor there
 
 
 def quiet() -> None:

@@ -131,3 +131,15 @@ def test_help_shows_our_flags_first():
     assert (done.returncode, done.stderr) == (0, "")
     assert "--config FILE" in done.stdout and done.stdout.index("--prores-schedule") < 4000
     assert "--tensor-model-parallel-size" in done.stdout
+
+
+def test_the_hubs_retries_for_a_tokenizer_are_not_shown():
+    """In a process of its own: the library sets its level when it is first imported."""
+    level = "logging.getLogger('huggingface_hub').getEffectiveLevel()"
+    program = (
+        "import logging; from megatron_prores.megatron import screen; screen.hush()\n"
+        f"import transformers; print({level} >= logging.ERROR)"
+    )
+    unset = {name: value for name, value in environment().items() if name != "HF_HUB_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], env=unset, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
