@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prores import cli
+from megatron_prores.data import prepare
 from megatron_prores.data.parallel import encode_documents
 from megatron_prores.data.prepare import held_out
 from megatron_prores.data.sources import Corpus, Document
@@ -325,6 +326,15 @@ def test_validation_documents_are_held_out_by_their_text(tmp_path, capsys):
     assert learned == train_tokenizer([text for text in texts + texts[:100] if text in set(train)], 320).get_vocab()
     assert learned != train_tokenizer(texts + texts[:100], 320).get_vocab()
     assert not prefix.with_name("out.idx").exists()
+
+
+@pytest.mark.parametrize(("fraction", "which"), [(1e-9, "validation"), (1 - 1e-9, "training")])
+def test_a_part_without_documents_is_refused_before_the_work(fraction, which, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS))
+    monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: pytest.fail("it has begun"))
+    split = ("--train-tokenizer", 320, "--validation-fraction", fraction)
+    with pytest.raises(UserError, match=f"no {which} documents in .*a.jsonl .*; a (larger|smaller) --validation-frac"):
+        prores("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", *split)
 
 
 def test_the_hold_out_grows_with_the_fraction():

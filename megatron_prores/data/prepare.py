@@ -106,6 +106,7 @@ def prepare_data(
     report = Report(parts, tokenizer or f"{output}-tokenizer")
     with staging(output, names, overwrite) as folder:
         corpus = Corpus(inputs, json_key=json_key, split=split, globs=globs)
+        _refuse_empty_part(inputs, corpus, validation_fraction)
         with _step(report, "tokenizer"):
             if tokenizer is not None:
                 loaded = load_tokenizer(tokenizer)
@@ -113,16 +114,11 @@ def prepare_data(
                 texts = _training_texts(corpus, validation_fraction, report)
                 with tokenizer_threads(on=workers > 1):
                     loaded = train_tokenizer(texts, train_vocab_size)
-                if not report.trained_on:
-                    raise _no_documents(inputs, corpus, "training " if validation_fraction else "")
                 loaded.save_pretrained(folder / saved)
             report.vocab_size = len(loaded)
         with _step(report, "encoding"):
             _write(folder, report, loaded, corpus, validation_fraction, workers)
         report.skipped, report.empty = corpus.skipped, corpus.empty
-        for part, which in zip(parts, ("training ", "validation ") if validation_fraction else ("",), strict=True):
-            if not part.documents:
-                raise _no_documents(inputs, corpus, which)
         publish(folder, output.parent, names)
     return report
 
@@ -131,6 +127,16 @@ def held_out(document: Document, fraction: float) -> bool:
     """Whether a document is in the validation dataset: a function of its text alone."""
     digest = hashlib.blake2b(document.utf8(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
+
+
+def _refuse_empty_part(inputs: Sequence[str], corpus: Corpus, fraction: float | None) -> None:
+    """Before the work: reads no further than to the first document of each part."""
+    missing = {False: ""} if fraction is None else {False: "training ", True: "validation "}
+    for document in corpus:
+        missing.pop(fraction is not None and held_out(document, fraction), None)
+        if not missing:
+            return
+    raise _no_documents(inputs, corpus, next(iter(missing.values())))
 
 
 def _training_texts(corpus: Corpus, fraction: float | None, report: Report) -> Iterator[str]:
