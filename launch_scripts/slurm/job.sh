@@ -79,6 +79,7 @@ _train() {
     step_options=(--ntasks-per-node=1 --label)
     _srun megatron_prores.slurm.node --endpoint "$host:$port" \
         --processes "$processes" --host-suffix "$host_suffix" --logs "$run/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+        --interface "$network_interface" \
         -- -m "$module" --save "$run/checkpoints" --load "$run/checkpoints" --tensorboard-dir "$run/tensorboard" \
         --exit-signal-handler "$@" &
     step=$!

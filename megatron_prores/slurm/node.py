@@ -14,10 +14,13 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from megatron_prores.errors import UserError, run_and_exit
 
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_SECONDS = 0.2
@@ -53,6 +56,27 @@ def torchrun_command(endpoint: str, processes: int, logs: str, program: list[str
         *("--tee=3", f"--log-dir={logs}"),
         *program,
     ]
+
+
+def check_interface(name: str, logs: str) -> None:
+    """Find out before torchrun starts that the network interface of the site file is not on this node.
+
+    A beginning of a name is enough for NCCL, which also takes `=name` and `^name`.
+
+    Args:
+        logs: the folder of this start's logs: a job ends at its first start where it finds an error line there.
+
+    Raises:
+        UserError: names those that are.
+    """
+    found = [interface for _, interface in socket.if_nameindex()]
+    if not name or name[0] in "=^" or any(interface.startswith(name) for interface in found):
+        return
+    node = os.environ.get("SLURMD_NODENAME", "this node")
+    line = f"network_interface={name} is not on {node}: set it in the site file to one of {', '.join(found)}"
+    Path(logs).mkdir(parents=True, exist_ok=True)
+    (Path(logs) / f"{node}.log").write_text(f"error: {line}\n")
+    raise UserError(line)
 
 
 def run(command: list[str]) -> int:
@@ -141,10 +165,12 @@ def main() -> None:
     parser.add_argument("--processes", required=True, type=int, metavar="N", help="on each node")
     parser.add_argument("--logs", required=True, metavar="DIR", help="one log per rank goes there")
     parser.add_argument("--host-suffix", default="", metavar="TEXT", help="added to a node's name to make its address")
+    parser.add_argument("--interface", default="", metavar="NAME", help="the network interface that must be there")
     parser.add_argument("program", nargs="+", help="what torchrun starts, after --")
     args = parser.parse_args()
+    check_interface(args.interface, args.logs)
     sys.exit(run(torchrun_command(args.endpoint, args.processes, args.logs, args.program, args.host_suffix)))
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

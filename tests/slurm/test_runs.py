@@ -26,7 +26,7 @@ def test_two_nodes_with_two_processes_each(cluster, folder, site, config):
 def test_a_run_that_always_fails_ends(cluster, folder, site, config):
     flags = ("--config", str(config), "--host", "--pipeline-model-parallel-size", "1")
     impatient = folder / "impatient site.sh"
-    impatient.write_text(site.read_text() + "max_stalled=2\nnetwork_interface=nowhere\n")
+    impatient.write_text(site.read_text() + "max_stalled=2\nexport GLOO_SOCKET_IFNAME=nowhere\n")
     job = submit(cluster, folder / "failing", ("--nodes=1",), flags, PRORES_SITE=str(impatient))
     job.wait_for_start(2)
     job.wait_for_state("FAILED")
@@ -49,6 +49,17 @@ def test_flags_that_cannot_be_used_end_a_job_at_once(cluster, folder, site, conf
     job.wait_for_state("FAILED")
     assert job.slurm["ExitCode"] == "2:0" and job.state["requeued"] == "0"
     assert re.search(f"error: .*{said}", job.text)
+
+
+def test_a_network_interface_that_is_not_there_ends_a_job_at_once(cluster, folder, site, config):
+    elsewhere = folder / "site of another cluster.sh"
+    elsewhere.write_text(site.read_text() + "network_interface=nowhere\n")
+    flags = ("--config", str(config), "--host")
+    job = submit(cluster, folder / "no interface", ("--nodes=2",), flags, PRORES_SITE=str(elsewhere))
+    job.wait_for_state("FAILED")
+    assert job.slurm["ExitCode"] == "2:0" and job.state["requeued"] == "0"
+    assert "network_interface=nowhere is not on n" in job.state["reason"]
+    assert "Traceback" not in job.text
 
 
 @pytest.fixture

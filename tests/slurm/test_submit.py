@@ -5,13 +5,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from cluster import PRORES, ROOT, SCRIPTS
 
 from megatron_prores.commands import status, submit
 from megatron_prores.errors import UserError
-from megatron_prores.slurm import checks, prepare, queue, script, state
+from megatron_prores.slurm import checks, node, prepare, queue, script, state
 
 BATCH = [SCRIPTS / "pretrain_megatron.sbatch", SCRIPTS / "pretrain_deepspeed.sbatch"]
 ON_HOST = ("--nodes=2", "--processes-per-node=2", "--host")
@@ -195,6 +196,19 @@ def test_repair_of_a_tracker_that_was_cut_off(tmp_path):
     assert prepare.repair_tracker(tmp_path) is None and tracker.read_text() == "5"
     tracker.write_text("")
     assert "10" in prepare.repair_tracker(tmp_path) and tracker.read_text() == "10"
+
+
+def test_a_node_without_the_network_interface(tmp_path):
+    """A line on the screen, and in the logs, where job.sh looks for it; torchrun does not start."""
+    command = [sys.executable, "-m", "megatron_prores.slurm.node", "--endpoint=n1:10000", "--processes=1"]
+    words = [f"--logs={tmp_path}/logs", "--interface=nowhere", "--", "-m", "this"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURMD_NODENAME": "n1"}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: network_interface=nowhere is not on n1: set it in the site file to one of ")
+    assert (tmp_path / "logs" / "n1.log").read_text() == done.stderr and done.stderr.count("\n") == 1
+    for there in ("", "lo", "l", "=lo", "^docker"):
+        node.check_interface(there, str(tmp_path))
 
 
 def test_status_asks_slurm_about_what_has_not_ended(tmp_path, capsys, monkeypatch):
