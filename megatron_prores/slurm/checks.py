@@ -1,9 +1,12 @@
 """What keeps a job from running, and what its user should know, before it waits in a queue."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from megatron_prores.errors import UserError
 from megatron_prores.slurm import prepare, script
+
+_TIME = re.compile(r"(?:--time[= ]|-t ?)(.+)")
 
 # By engine: the file in which its trainer names the last checkpoint.
 _TRACKERS = {"megatron": prepare.TRACKER, "deepspeed": "latest"}
@@ -78,17 +81,21 @@ def refuse_short(limit: str | None, options: Sequence[str]) -> None:
 
     Args:
         limit: --time, as sbatch takes it.
-        options: more for sbatch.
+        options: more for sbatch; a limit there wins.
 
     Raises:
         UserError: the warning comes at once.
     """
-    if not limit or any(option.startswith(("--signal", "--time", "-t")) for option in options):
+    given = f"--time {limit}"
+    for option in options:
+        if found := _TIME.fullmatch(option):
+            limit, given = found[1], f"--sbatch={option}"
+    if not limit or any(option.startswith("--signal") for option in options):
         return
     seconds = _seconds(limit)
     if seconds is not None and 0 < seconds <= script.WARNING_SECONDS:
         raise UserError(
-            f"--time {limit} leaves no time to train: Slurm warns {script.WARNING_SECONDS} s before the limit; "
+            f"{given} leaves no time to train: Slurm warns {script.WARNING_SECONDS} s before the limit; "
             "give more, or a later warning with --sbatch=--signal=B:USR1@SECONDS"
         )
 

@@ -126,6 +126,8 @@ def test_deepspeeds_layout_is_checked_too(config, folder, flags, said):
         (("--run=r", *ON_HOST, "--time=5"), "--time 5 leaves no time to train: Slurm warns 300 s before the limit"),
         (("--run=r", *ON_HOST, "--time=0-00:05"), "leaves no time"),
         (("--run=r", *ON_HOST, "--time=4:59"), "leaves no time"),
+        (("--run=r", *ON_HOST, "--time=60", "--sbatch=--time=5"), "--sbatch=--time=5 leaves no time"),
+        (("--run=r", *ON_HOST, "--sbatch=-t 0:4:59"), "--sbatch=-t 0:4:59 leaves no time"),
         (("--run=r", "--nodes=two"), "must be 1 or more, not two"),
         (("--run=r", *ON_HOST, "--train-iters=5", "--load=x"), "leave out --load"),
     ],
@@ -155,6 +157,8 @@ def test_time_limits_that_leave_time_to_train(limit):
 def test_a_warning_or_limit_among_sbatchs_options_wins():
     checks.refuse_short("2", ("--signal=B:USR1@30",))
     checks.refuse_short("2", ("--time=60",))
+    checks.refuse_short(None, ("--time=2", "--signal=B:USR1@30"))
+    checks.refuse_short(None, ("--test-only", "--time=soon"))
 
 
 def test_the_other_engines_folder_is_refused(tmp_path):
