@@ -214,7 +214,7 @@ def _alpha_lines(axes: Axes, series: dict[int, Series]) -> None:
 def step_axis(axes: Axes) -> None:
     """Name and number an x axis of optimizer steps."""
     axes.set_xlabel("optimizer steps")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     # Plain numbers up to where they would run into each other.
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}" if step < 1e8 else f"{step:.3g}"))
 

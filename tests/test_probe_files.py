@@ -116,6 +116,16 @@ def test_a_heat_map_shows_every_value_at_its_step_and_layer():
     assert axes.figure.axes[1].get_ylabel() == "value (unit)"
 
 
+@pytest.mark.parametrize("step", [0, 25_000])
+def test_a_single_step_is_numbered_once(step):
+    axes = Figure().subplots()
+    draw_heat_map(axes, np.array([step]), np.array([[1.0, 2.0]]), "value (unit)")
+    axes.figure.canvas.draw()
+    low, high = axes.get_xlim()
+    labels = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+    assert [label.get_text() for tick, label in labels if low <= tick <= high] == [f"{step:,}"]
+
+
 def test_more_steps_than_pixels():
     axes = Figure().subplots()
     steps = np.arange(20000)
