@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_prores import cli
 from megatron_prores.compare.arms import Arm, check_trained, groups, read_arms, write_settings
 from megatron_prores.compare.page import write_report
 from megatron_prores.compare.plan import check_flags
@@ -95,6 +96,11 @@ def test_an_arm_whose_baseline_is_not_there_says_so(tmp_path):
     assert result.verdict == "nothing of pre is finished"
     assert next(iter(sentences([result]))).endswith("; nothing of pre is finished")
     assert write_report([result], tmp_path).exists()
+
+
+def test_a_command_that_is_not_text_is_refused():
+    with pytest.raises(UserError, match=r"'.udcff' is not UTF-8 text"):
+        cli.run(["compare", "--arms", "arms.yaml", "--output", "\udcff"])
 
 
 def test_flags_that_the_comparison_sets_are_refused():

@@ -289,6 +289,8 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path):
         check_new(str(target), "mark", overwrite=True)
     with pytest.raises(UserError, match="not a folder"):
         check_new(str(target / "other"), "mark", overwrite=True)
+    with pytest.raises(UserError, match="a path that is not UTF-8"):
+        check_new(str(tmp_path / "\udcff"), "mark", overwrite=True)
 
 
 def test_a_killed_process_leaves_no_folder(tmp_path):

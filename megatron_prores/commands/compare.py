@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_prores.errors import UserError
+from megatron_prores.errors import UserError, is_text
 from megatron_prores.options import Parser, count
 
 
@@ -41,6 +41,9 @@ def main(argv: list[str]) -> None:
         UserError: an arm could not be trained, or --output holds a comparison with other settings.
     """
     options, flags = _parser().parse_known_args(argv)
+    for word in argv:
+        if not is_text(word):
+            raise UserError(f"{word!r} is not UTF-8 text, and the report shows the command: rename it")
     from megatron_prores.compare import arms, page, results, wording
 
     compared = arms.read_arms(options.arms)

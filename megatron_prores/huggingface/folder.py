@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_prores.errors import UserError
+from megatron_prores.errors import UserError, is_text
 
 
 def check_new(path: str, mark: str, overwrite: bool) -> None:
@@ -19,6 +19,8 @@ def check_new(path: str, mark: str, overwrite: bool) -> None:
         UserError: names it.
     """
     folder = Path(path).absolute()
+    if not is_text(str(folder)):
+        raise UserError(f"--output {path}: no model can be saved at a path that is not UTF-8; give another")
     if folder.is_symlink() or folder.exists():
         if not folder.is_dir() or folder.is_symlink():
             raise UserError(f"--output {path} is there and is not a folder")
