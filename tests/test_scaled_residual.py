@@ -189,7 +189,7 @@ def test_conversions_are_torchs(dtype, name):
 
 
 @pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
-def test_an_alpha_that_is_not_a_number_is_seen(dtypes, op):
+def test_a_scale_that_is_not_a_number_is_seen(dtypes, op):
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x800000 + 1):  # every NaN rounds to a NaN
         alpha = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
         (x, residual, bias), grad = inputs((3, 33), dtypes)
@@ -197,6 +197,9 @@ def test_an_alpha_that_is_not_a_number_is_seen(dtypes, op):
             lambda x, residual, bias, alpha=alpha: scaled_residual(x, residual, alpha, bias), [x, residual, bias], grad
         )
         assert out.isnan().all() and d_x.isnan().all() and d_bias.isnan().all() and torch.equal(d_residual, grad)
+    every_bit = torch.tensor(2**63 - 1).view(torch.float64).item()
+    out = scaled_residual(x, residual, torch.tensor(1.0), residual_scale=every_bit)
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize("prob", [0.0, 0.3])
@@ -221,6 +224,8 @@ def test_forward_mode_and_function_transforms(op):
 
     ones = torch.ones_like(x)
     assert torch.equal(torch.func.jvp(f, (x, residual), (ones, ones))[1], 1.5 * ones)
+    compiled = torch.compile(lambda x, r: torch.func.jvp(f, (x, r), (ones, ones))[1], backend="aot_eager")
+    assert torch.equal(compiled(x, residual), 1.5 * ones)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, ones)
         assert torch.equal(torch.autograd.forward_ad.unpack_dual(f(dual, residual)).tangent, 0.5 * ones)
@@ -322,6 +327,9 @@ X, ALPHA = torch.ones(4, 3), torch.tensor(1.0)
         (X, torch.ones(4, 4), ALPHA),
         (X, torch.ones(3, 4), ALPHA),
         (X, X, torch.ones(2)),
+        (X, X, ALPHA.double()),
+        (X, torch.ones(1, 3), ALPHA),
+        (X, X, ALPHA, torch.ones(1, 3)),
         (X, X, ALPHA, torch.ones(4)),
         (X, X, ALPHA, None, 1.5),
         (X, X, ALPHA, None, float("nan")),
@@ -330,7 +338,8 @@ X, ALPHA = torch.ones(4, 3), torch.tensor(1.0)
         (X, X.to("meta"), ALPHA),
     ],
     ids=[
-        *("residual's size", "residual's shape", "two alphas", "bias's size", "probability", "no probability"),
+        *("residual's size", "residual's shape", "two alphas", "alpha's type", "a residual to broadcast"),
+        *("a bias to broadcast", "bias's size", "probability", "no probability"),
         *("a number as alpha", "alpha elsewhere", "residual elsewhere"),
     ],
 )

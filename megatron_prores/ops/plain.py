@@ -31,7 +31,7 @@ def scaled_residual(
     stream = residual.to(wide)
     if residual_scale != 1.0:
         stream = stream * residual_scale
-    return torch.addcmul(stream, x.to(wide), alpha.to(wide)).to(residual.dtype)
+    return torch.addcmul(stream, x.to(wide), alpha.detach().to(wide)).to(residual.dtype)
 
 
 def rms_norm(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
