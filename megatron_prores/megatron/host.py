@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -65,6 +66,8 @@ def uninstall() -> None:
     """
     while _undo:
         _undo.pop()()
+    if rules := sys.modules.get("torch._dynamo.trace_rules"):
+        rules.clear_lru_cache()  # the compiler took the replaced functions for torch's
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
