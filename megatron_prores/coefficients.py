@@ -44,7 +44,8 @@ class LayerCoefficient:
         if not self._is_set:
             raise UserError(
                 f"ProRes layer {self.layer_number} runs but nothing sets its alpha: call "
-                "megatron_prores.megatron.enable() before Megatron parses its arguments"
+                "megatron_prores.megatron.enable() before Megatron parses its arguments, or "
+                "megatron_prores.deepspeed.initialize() before the first forward"
             )
         return self.value
 

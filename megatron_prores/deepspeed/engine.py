@@ -119,7 +119,8 @@ class AlphaScheduler:
             self._say(f"ProRes: resuming with {self.schedule}; the checkpoint was trained with {told}")
             return
         raise UserError(
-            f"the checkpoint was trained with ProRes {told}, this run asks for {self.schedule}: use the same settings, "
+            f"the checkpoint was trained with ProRes {told}, this run asks for {self.schedule}: use the same settings "
+            "(where the warm-up is a fraction of the run, the same --train-iters, or --prores-total-warmup-steps), "
             'or change the schedule from here on with "override": true in "prores" (--prores-override)'
         )
 

@@ -131,7 +131,10 @@ def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
         return config
     if not isinstance(config, str | Path):
         raise UserError(f"a DeepSpeed config is a path or a dictionary, not {config!r}")
-    import hjson  # DeepSpeed's own reader: JSON with comments
+    try:
+        import hjson  # DeepSpeed's own reader: JSON with comments
+    except ModuleNotFoundError as error:
+        raise UserError("DeepSpeed is not installed: pip install -c constraints.txt deepspeed") from error
 
     where = f"the DeepSpeed config {config}"
     path = Path(config)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import deepspeed
 from megatron.core.models.gpt import GPTModel
@@ -23,9 +24,17 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--to-megatron converts a checkpoint: name its folder with --load")
     if args.finetune:
         raise UserError("--to-megatron keeps the iteration, and with it alpha: remove --finetune")
-    if os.path.exists(args.to_megatron) and (not os.path.isdir(args.to_megatron) or os.listdir(args.to_megatron)):
+    if args.prores_override:
+        raise UserError("--to-megatron keeps the checkpoint's schedule, and with it alpha: remove --prores-override")
+    folder = Path(args.to_megatron).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--to-megatron {args.to_megatron} is there and is not an empty folder: name another")
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--to-megatron {args.to_megatron} cannot be written: {above} is not a writable folder")
     args.exit_on_missing_checkpoint = True
+    # Nothing is trained: another length or learning rate is no reason to refuse the weights.
+    args.override_opt_param_scheduler, args.use_checkpoint_opt_param_scheduler = True, False
 
 
 def save(engine: deepspeed.DeepSpeedEngine, stage: GPTModel) -> None:

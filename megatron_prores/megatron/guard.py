@@ -145,7 +145,9 @@ def _explained(load: Callable) -> Callable:
             hint = "; --override-opt-param-scheduler takes this run's learning-rate schedule" if scheduler else ""
             folder = _source(get_args())
             raise UserError(
-                f"this run differs from the one that saved the checkpoint in {folder}: {reason(error)}{hint}"
+                f"this run differs from the one that saved the checkpoint in {folder}: "
+                + reason(error).removeprefix("AssertionError: ")
+                + hint
             ) from error
         except DAMAGE as error:
             folder = _source(get_args())

@@ -45,6 +45,11 @@ def test_what_cannot_be_converted(tmp_path, data):
     )
     in_use = ds_run(tmp_path / "used", *flags, "--load", str(saved), "--to-megatron", str(saved), config=data)
     assert in_use.returncode == 2 and "is not an empty folder" in in_use.error_lines[0]
+    # Nothing is trained: the run's length does not matter, as long as alpha's does not change with it.
+    longer = (*flags, *to, "--load", str(saved), "--train-iters", "16")
+    override = ds_run(tmp_path / "override", *longer, "--prores-override", config=data)
+    assert override.returncode == 2 and "remove --prores-override" in override.error_lines[0]
     fine = ds_run(tmp_path / "fine", *flags, *to, "--load", str(saved), "--finetune", config=data)
     assert fine.returncode == 2 and "remove --finetune" in fine.error_lines[0]
     assert not (tmp_path / "converted").exists()
+    assert "iteration 2 is in" in ds_pretrain(tmp_path / "longer", *longer, config=data).output
