@@ -633,6 +633,7 @@ def test_bad_arguments(tmp_path, bpe):
         ({"--output": "/proc/nowhere/out"}, "cannot write in /proc/nowhere"),
         ({"--output": f"{tmp_path}/folder/"}, "is a folder; give a path prefix, such as"),
         ({"--tokenizer": tmp_path / "none"}, "none: no such folder"),
+        ({"--tokenizer": "configs/none"}, "configs/none: no such folder"),
         ({"--tokenizer": tmp_path / "folder"}, "folder: neither a folder nor a name that loads ("),
         ({"--tokenizer": tmp_path / "no_eos"}, "it has no EOS token, which ends each document"),
         ({"--tokenizer": None, "--train-tokenizer": 256}, "needs 257 tokens or more, not 256"),

@@ -31,7 +31,8 @@ def load_tokenizer(name: str):
     """
     transformers = require("transformers")
     path = Path(name).expanduser()
-    if not path.is_dir() and (name.count("/") > 1 or name[:1] in "./~"):
+    is_path = name.count("/") > 1 or name[:1] in "./~" or ("/" in name and path.parent.is_dir())
+    if is_path and not path.is_dir():
         raise UserError(f"tokenizer {name}: no such folder")
     try:
         with quiet():

@@ -4,10 +4,13 @@ import ctypes
 import functools
 import importlib.util
 import multiprocessing
+import os
 import signal
 from multiprocessing.managers import SyncManager
 
 import torch
+
+from megatron_prores.errors import UserError
 
 
 def install() -> None:
@@ -15,6 +18,7 @@ def install() -> None:
     _use_compiled_dataset_helpers()
     _let_distributed_optimizer_load()
     _keep_checkpoint_helper_with_its_run()
+    _miss_a_tokenizer_at_once()
 
 
 def _use_compiled_dataset_helpers() -> None:
@@ -86,3 +90,23 @@ def _keep_checkpoint_helper_with_its_run() -> None:
         return manager.Queue()
 
     filesystem_async.get_write_results_queue = get_write_results_queue
+
+
+def _miss_a_tokenizer_at_once() -> None:
+    """A folder that is not there may be a name on the Hugging Face hub, and without a network that takes a minute."""
+    from megatron.training import global_vars
+
+    build_tokenizer = global_vars.build_tokenizer
+    if hasattr(build_tokenizer, "__wrapped__"):
+        return
+
+    @functools.wraps(build_tokenizer)
+    def with_a_look(args, *rest, **kwargs):
+        name = args.tokenizer_model or ""
+        above = os.path.dirname(name)
+        if args.tokenizer_type == "HuggingFaceTokenizer" and os.path.isdir(above) and not os.path.exists(name):
+            where = f"there is none in {above} (for a Hugging Face name start where there is no folder {above})"
+            raise UserError(f"--tokenizer-model {name}: {where}")
+        return build_tokenizer(args, *rest, **kwargs)
+
+    global_vars.build_tokenizer = with_a_look

@@ -33,6 +33,11 @@ MISTAKES = {
     "missing data": ([], {"data-path": ["nowhere/corpus"]}, ["nowhere/corpus", "prores prepare-data"]),
     "no data": ([], {"data-path": None, "split": None}, ["no data", "--data-path"]),
     "missing tokenizer": ([], {"tokenizer-model": "/nowhere/tokenizer"}, ["/nowhere/tokenizer"]),
+    "mistyped tokenizer": (
+        [],
+        {"tokenizer-model": "/none"},
+        ["--tokenizer-model /none: there is none in /"],
+    ),
     "layers do not divide": (
         ["--pipeline-model-parallel-size", "4"],
         {"world": 4},
