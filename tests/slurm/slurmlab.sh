@@ -3,7 +3,7 @@
 #
 #   slurmlab.sh up NODES | down | off NODE | on NODE      as root, with SLURMLAB set to a folder
 #
-# SLURMLAB_PROGRAMS=PATH:PATH are folders that users other than root need, in case they are in /root.
+# SLURMLAB_PROGRAMS=PATH:PATH are folders that users other than root need, in case they are in root's home.
 # `off` is a power cut: everything that runs on the node dies at once, and nobody is told.
 set -euo pipefail
 lab=${SLURMLAB:?} nodes=${2:-}
@@ -126,17 +126,17 @@ boot() {
     exec slurmd -N "$1"
 }
 
-# On the nodes /root holds only the programs that jobs need, and is open to every user.
+# On the nodes root's home holds only the programs that jobs need, and is open to every user.
 show_to_users() {
-    local paths=() path i
+    local paths=() path i home=~root
     while IFS= read -rd : path; do
-        case $path in /root/*) paths+=("$path") ;; esac
+        case $path in "$home"/*) paths+=("$path") ;; esac
     done <<<"${SLURMLAB_PROGRAMS:-}:"
     for i in "${!paths[@]}"; do
         mkdir -p "$lab/show/$1/$i"
         mount --bind "${paths[i]}" "$lab/show/$1/$i"
     done
-    mount -t tmpfs -o mode=755 tmpfs /root
+    mount -t tmpfs -o mode=755 tmpfs "$home"
     for i in "${!paths[@]}"; do
         mkdir -p "${paths[i]}"
         mount --bind "$lab/show/$1/$i" "${paths[i]}"
